@@ -142,6 +142,14 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         ').get("", "replicate")',
         (f"{_TOWERS}[Glm5NextForConditionalGeneration-0.7]",),
     ),
+    "a norm of experts reads a partial sum": Edit(
+        "shardformer.policies.module_edits",
+        "reduce_from_region(args[0].clone(), group)",
+        "args[0].clone()",
+        (
+            "zoo_tests/shardformer/policies/test_normed_experts.py::test_the_norm_of_an_expert_reads_whole_outputs[eager]",
+        ),
+    ),
     "each rank adds the whole bias of experts": Edit(
         "shardformer.policies.module_edits",
         "module._parameters[name] / num_parts(group)",

@@ -147,6 +147,8 @@ def test_what_a_plan_leaves_whole_is_completed() -> None:
     assert bamba["layers.*.self_attn.o_proj"] == "rowwise" and bamba["layers.*.feed_forward.up_proj"] == "colwise"
     afmoe = _plan_of("Afmoe", num_dense_layers=1, num_local_experts=4)
     assert afmoe["layers.*.self_attn.gate_proj"] == "colwise" and afmoe["layers.*.mlp.experts"] == "moe_tp_experts"
+    gemma = _plan_of("Gemma4Text", num_key_value_heads=2, head_dim=8, vocab_size=8, vocab_size_per_layer_input=8)
+    assert gemma["embed_tokens_per_layer"] == "embedding_rowwise"
     for policy in (ProposedPlan({"fc": "colwise"}).policy(), PlanPolicy(DeclaredPlan({"fc": "colwise"}))):
         policy.set_model(transformers.BambaModel(transformers.BambaConfig(**_SMALL, mamba_n_heads=8)))
         assert not policy.plan
