@@ -26,11 +26,13 @@ class StateSpaceProjection(ColumnParallelLinear):
         module: nn.Module, process_group: ProcessGroup, *, parts: tuple[Part, ...]
     ) -> ColumnParallelLinear:
         """Shard a native projection whose output has `parts`, four of them."""
-        # On the native module: a replacement takes over its hooks.
         gather = _gathers_third(module, parts, process_group)
-        hook = lambda _, __, output: gather(output)  # noqa: E731
-        hook.sees_adapters = True  # an adapter's output has the same parts
-        module.register_forward_hook(hook)
+
+        def whole_matrices(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+            return gather(output)
+
+        whole_matrices.sees_adapters = True  # an adapter's output has the same parts
+        module.register_forward_hook(whole_matrices)  # a replacement takes over the hooks of the native module
         return ColumnParallelLinear.from_native_module(module, process_group, parts=parts)
 
     @staticmethod

@@ -127,8 +127,8 @@ def _cut_convolution(owner: nn.Module, *, parts: tuple[Part, ...], shares: bool,
     """Shard the convolution, and change how the mixer around it runs.
 
     Args:
-        parts: those of the output of `in_proj`; all but the gate, which is one of Mamba's two, and the time steps are
-            the channels.
+        parts: those of the output of `in_proj`. The channels are all but the gate, the last of Mamba and the first of
+            Mamba-2, and the time steps of Mamba-2, the last.
         shares: whether all ranks convolve B and C.
     """
     channels = parts[1:-1] or parts[:1]
@@ -164,7 +164,7 @@ def _take_local_factors(owner: nn.Module, parts: tuple[Part, ...], shares: bool,
         columns[2] = slice(parts[0].size + parts[1].size, -parts[3].size)
 
     def local(*_: Any) -> dict[str, Tensor]:
-        whole = {name: each for name, each in owner._buffers.items() if each is not None}
+        whole = {name: each for name, each in owner.named_buffers(recurse=False) if each.shape[-1:] == (features,)}
         return {name: torch.cat([each[..., part] for part in columns], dim=-1) for name, each in whole.items()}
 
     alias_buffers(owner, local)
