@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardformer.layers.linear import is_linear, out_features
-from shardformer.policies.plans.declared import DeclaredPlan, family_of, tables_of
+from shardformer.policies.plans.declared import DeclaredPlan, ends_in, family_of, lookup, tables_of
 from shardformer.stages.stage import StagePlaceholder
 from shardformer.utils.module_paths import starred
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _COLUMNS, _ROWS = {"colwise", "fused_colwise", "packed_colwise"}, {"rowwise", "packed_rowwise"}
 _FUSED = {"fused_colwise": 3, "packed_colwise": 2}
+_COPIED = ("k_proj", "v_proj")  # whose heads may be fewer than ranks
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,12 @@ class Completion:
         }
         fitting = {path: style for path, style in styles.items() if region_of(path, styles) not in unfit}
         kept = {path.rpartition(".")[0] for path in fitting}
-        local = {path: names for path, names in self.derived.local.items() if any(_ends(each, path) for each in kept)}
+        local = {end: names for end, names in self.derived.local.items() if any(ends_in(path, end) for path in kept)}
         return DeclaredPlan(fitting | DeclaredPlan(self.declared).styles_of(model), local)
 
     def _fits(self, path: str, style: str, owner: nn.Module, policy: HeadCounts) -> bool:
         at, _, name = path.rpartition(".")
-        known = next((names for each, names in self.classes.items() if _ends(at, each)), ())
-        if type(owner).__name__ not in known:
+        if type(owner).__name__ not in (lookup(at, self.classes) or ()):
             return False
         counts = self.derived.local_values(at, owner, 1).values()
         return not any(count % policy.tp_size for count in counts) and _has_whole_heads(owner, name, style, policy)
@@ -100,9 +100,6 @@ def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: HeadCounts
     if heads is None:
         return True
     if isinstance(head_dim, int) and features % head_dim == 0:
-        return features // head_dim % policy.tp_size == 0
-    return heads % policy.tp_size == 0
-
-
-def _ends(path: str, end: str) -> bool:
-    return path == end or path.endswith(f".{end}")
+        heads = features // head_dim
+    is_copied = name in _COPIED and policy.tp_size % heads == 0
+    return heads % policy.tp_size == 0 or is_copied

@@ -104,12 +104,12 @@ class DeclaredPlan:
         if self.styles is None:
             return styles_of_transformers(model)
         names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-        found = {pattern: _lookup(pattern, self.styles) for pattern in {starred(name) for name in names}}
+        found = {pattern: lookup(pattern, self.styles) for pattern in {starred(name) for name in names}}
         return {pattern: style for pattern, style in found.items() if style is not None}
 
     def local_values(self, path: str, module: nn.Module, tp_size: int) -> dict[str, int]:
         """Return the local values of the attributes of the module at `path` that count heads or features."""
-        names = _lookup(starred(path), self.local) or ()
+        names = lookup(starred(path), self.local) or ()
         # At least 1: key/value heads fewer than ranks are copied.
         return {name: max(getattr(module, name) // tp_size, 1) for name in names if hasattr(module, name)}
 
@@ -149,10 +149,10 @@ class DeclaredPlan:
             return None
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         ends = self.towers(model) if callable(self.towers) else self.towers
-        towers = [next((name for name in lists if _ends(name, end)), None) for end in ends]
+        towers = [next((name for name in lists if ends_in(name, end)), None) for end in ends]
         chain = self._chain(lists)
         if towers and None not in towers:
-            return self._corrected(tower_layout(model, *towers, lambda path: _lookup(path, self.first)), model)
+            return self._corrected(tower_layout(model, *towers, lambda path: lookup(path, self.first)), model)
         if len(chain) > 1:
             layout = chain_layout(model, chain)
         else:
@@ -165,7 +165,7 @@ class DeclaredPlan:
     def _chain(self, lists: Sequence[str]) -> list[str]:
         """Return the paths of the layer lists that `layers` names, in the order in which they run."""
         ends = (self.layers,) if isinstance(self.layers, str) else self.layers or ()
-        found = [[name for name in lists if _ends(starred(name) if "*" in end else name, end)] for end in ends]
+        found = [[name for name in lists if ends_in(starred(name) if "*" in end else name, end)] for end in ends]
         # A path without `*` names one list.
         return [name for end, names in zip(ends, found, strict=True) for name in (names if "*" in end else names[:1])]
 
@@ -173,21 +173,21 @@ class DeclaredPlan:
         """Return the kept outputs of the modules that the layout places."""
         table = self.kept_outputs(model) if callable(self.kept_outputs) else self.kept_outputs
         placed = (*layout.first, *layout.last, *(path for path in paths if path.rpartition(".")[0] == layout.layers))
-        return {path: count for path in placed if (count := _lookup(path, table)) is not None}
+        return {path: count for path in placed if (count := lookup(path, table)) is not None}
 
     def _corrected(self, layout: StageLayout, model: nn.Module, changes_shapes: bool = False) -> StageLayout:
         """Apply the plan's settings for single modules to a layout inferred from the module tree."""
         paths = [name for name, _ in model.named_modules()]
         needed = self.every(model) if callable(self.every) else self.every
-        every = tuple(path for path in paths if any(_ends(path, end) for end in needed))
-        moved = tuple(path for path in layout.first if any(_ends(path, end) for end in self.last))
-        sublayer_lists = tuple(next(path for path in paths if _ends(path, end)) for end in self.sublayer_lists)
+        every = tuple(path for path in paths if any(ends_in(path, end) for end in needed))
+        moved = tuple(path for path in layout.first if any(ends_in(path, end) for end in self.last))
+        sublayer_lists = tuple(next(path for path in paths if ends_in(path, end)) for end in self.sublayer_lists)
         base = getattr(model, "base_model_prefix", None) or "."
         of_head = hasattr(model, base)  # modules outside the base model run after the layers, whatever they are called
         behind = [path for path in layout.last if not of_head or path.startswith(f"{base}.")]
-        earlier = {path: found for path in behind if (found := _lookup(path, self.first)) is not None}
+        earlier = {path: found for path in behind if (found := lookup(path, self.first)) is not None}
         first = {
-            path: _lookup(path, self.first) or placeholder
+            path: lookup(path, self.first) or placeholder
             for path, placeholder in {**layout.first, **earlier}.items()
             if path not in (*every, *moved, *sublayer_lists)
         }
@@ -223,13 +223,14 @@ def _read_by(layer: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name in inspect.signature(layer.forward).parameters)
 
 
-def _ends(path: str, end: str) -> bool:
+def ends_in(path: str, end: str) -> bool:
+    """Return whether the last names of a path are those of `end`."""
     return path == end or path.endswith(f".{end}")
 
 
-def _lookup(path: str, table: Mapping[str, Value]) -> Value | None:
+def lookup(path: str, table: Mapping[str, Value]) -> Value | None:
     """Return the value of the longest key in the table that `path` ends in; None if there is none."""
-    ends = [end for end in table if _ends(path, end)]
+    ends = [end for end in table if ends_in(path, end)]
     return table[max(ends, key=len)] if ends else None
 
 

@@ -126,14 +126,14 @@ EDITS_OF_PLANS: dict[str, Edit] = {
     ),
     "a part is cut in a class that was not seen": Edit(
         "shardformer.policies.plans.completion",
-        "        if type(owner).__name__ not in known:\n",
-        "        if not known:\n",
+        "if type(owner).__name__ not in (lookup(at, self.classes) or ()):",
+        "if not lookup(at, self.classes):",
         (f"{_COMPLETION}::test_a_class_that_was_not_seen",),
     ),
     "heads of a tower are cut in two": Edit(
         "shardformer.policies.plans.completion",
-        "        return features // head_dim % policy.tp_size == 0\n",
-        "        return True\n",
+        "    return heads % policy.tp_size == 0 or is_copied\n",
+        "    return True\n",
         (f"{_COMPLETION}::test_heads_of_a_tower",),
     ),
     "an output projection stays whole behind its inputs": Edit(

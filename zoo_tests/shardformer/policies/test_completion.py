@@ -54,6 +54,17 @@ def test_a_class_that_was_not_seen() -> None:
     assert _tower_styles(model) == {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
 
 
+@distributed(2)
+def test_key_heads_fewer_than_ranks_are_copied() -> None:
+    sizes = {**_TEXT, "num_key_value_heads": 1, "num_hidden_layers": 1, "attn_layer_indices": [0], "mamba_n_heads": 4}
+    with torch.device("meta"):
+        model = transformers.BambaForCausalLM(transformers.BambaConfig(**sizes, pad_token_id=0))
+    policy = policy_for(model)
+    policy.set_shard_config(ShardConfig(tensor_parallel_process_group=dist.group.WORLD))
+    policy.set_model(model)
+    assert not policy.check() and policy.plan["model.layers.*.self_attn.k_proj"] == "colwise"
+
+
 @pytest.mark.parametrize(
     ("path", "region"),
     [
