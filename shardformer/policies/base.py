@@ -44,6 +44,10 @@ class SubModuleReplacementDescription:
     gathers_sequence: bool = False
 
 
+# What is done to one part of a module: another module in its place, or a change of the module itself.
+PartChange = SubModuleReplacementDescription | Callable[[nn.Module], None]
+
+
 @dataclass
 class ModulePolicyDescription:
     """The changes to each module of one class.

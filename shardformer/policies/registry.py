@@ -101,10 +101,11 @@ def policy_for(model: nn.Module) -> Policy:
 
             return PlanPolicy(declared)
     derived = next((plan for cls in type(model).__mro__ if (plan := proposed_plan_of(cls)) is not None), None)
-    if getattr(model, "tp_plan", None) or derived is not None or completion_of(type(model)) is not None:
+    has_plan = bool(getattr(model, "tp_plan", None))
+    if has_plan or derived is not None or completion_of(type(model)) is not None:
         from shardformer.policies.plans.policy import PlanPolicy
 
-        return PlanPolicy(None if getattr(model, "tp_plan", None) else derived)
+        return PlanPolicy(None if has_plan else derived)
     name = type(model).__name__
     near = difflib.get_close_matches(name, by_bare_name, n=3)
     raise ValueError(

@@ -7,14 +7,14 @@ rule does not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
-from shardformer.policies.base import SubModuleReplacementDescription
+from shardformer.policies.base import PartChange, SubModuleReplacementDescription
 from shardformer.policies.module_edits import shard_channels, shard_own_parameter
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part
@@ -95,7 +95,7 @@ def local_counts(owner: nn.Module, config: ShardConfig) -> dict[str, int]:
     return {name: getattr(owner, name) // size for name in form.heads + form.features}
 
 
-def change_of(owner: nn.Module, name: str, config: ShardConfig) -> SubModuleReplacementDescription | Callable | None:
+def change_of(owner: nn.Module, name: str, config: ShardConfig) -> PartChange | None:
     """Return how a part of a delta net is sharded; None if every rank has all of it."""
     form, part = form_of(owner), getattr(owner, name)
     role = form.roles[name]

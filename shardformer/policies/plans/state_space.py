@@ -9,7 +9,6 @@ their own, or share the only one: each computes a part of its B and C, and all g
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from shardformer.distributed.collectives import copy_to_region
 from shardformer.layers import ColumnParallelLinear, GatedRMSNorm, RowParallelLinear, StateSpaceProjection
-from shardformer.policies.base import SubModuleReplacementDescription
+from shardformer.policies.base import PartChange, SubModuleReplacementDescription
 from shardformer.policies.module_edits import shard_channels, shard_own_parameter, sum_gradient_of_parameter
 from shardformer.quantised import is_quantised
 from shardformer.shard_config import ShardConfig
@@ -32,8 +31,6 @@ _STATES = {"in_proj", "conv1d", "A_log", "D", "out_proj"}
 _MAMBA, _MAMBA_2 = _STATES | {"x_proj", "dt_proj"}, _STATES | {"dt_bias"}
 _NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}  # of what ranks share
 _COUNTS = ("intermediate_size", "conv_dim", "num_heads", "n_groups", "ssm_state_size")
-
-Change = SubModuleReplacementDescription | Callable[[nn.Module], None]
 
 
 def is_state_space(module: nn.Module) -> bool:
@@ -59,7 +56,7 @@ def local_counts(owner: nn.Module, config: ShardConfig) -> dict[str, int]:
     return counts
 
 
-def change_of(owner: nn.Module, name: str, config: ShardConfig) -> Change | None:
+def change_of(owner: nn.Module, name: str, config: ShardConfig) -> PartChange | None:
     """Return how a part of a state space is sharded; None if every rank has all of it."""
     if not _divides(owner, config):
         return None

@@ -12,7 +12,7 @@ from shardformer.distributed.blocks import rank_of_draws
 from shardformer.distributed.random import draw_per_rank
 from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear, VocabParallelEmbedding
 from shardformer.layers.linear import in_features, out_features
-from shardformer.policies.base import SubModuleReplacementDescription
+from shardformer.policies.base import PartChange, SubModuleReplacementDescription
 from shardformer.policies.module_edits import (
     divide_bias_of_partial_sums,
     drop_behind_activation,
@@ -45,12 +45,10 @@ class HeadCounts(Protocol):
         """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
 
 
-Change = SubModuleReplacementDescription | Callable[[nn.Module], None]
-
-Style = Callable[[HeadCounts, nn.Module, str], Change | None]
+Style = Callable[[HeadCounts, nn.Module, str], PartChange | None]
 
 
-def _column(policy: HeadCounts, owner: nn.Module, name: str, gather: bool = False) -> Change:
+def _column(policy: HeadCounts, owner: nn.Module, name: str, gather: bool = False) -> PartChange:
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
         # Some plans of transformers do not account for gate and up being two parts.
@@ -63,20 +61,20 @@ def _column(policy: HeadCounts, owner: nn.Module, name: str, gather: bool = Fals
     return SubModuleReplacementDescription(name, ColumnParallelLinear, {"num_heads": heads}, reads=reads)
 
 
-def _fused_column(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+def _fused_column(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     """Shard a fused projection of query, key and value, in this order."""
     features = out_features(getattr(owner, name)) // 3
     kwargs = {"num_heads": policy.heads_of(owner, name, features), "part_size": features}
     return SubModuleReplacementDescription(name, ColumnParallelLinear, kwargs)
 
 
-def _first_dim(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+def _first_dim(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     """Shard a parameter along its first dim, such as one entry per head."""
     dims = getattr(owner, name).dim()
     return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=policy.shard_config.group)
 
 
-def _row(policy: HeadCounts, owner: nn.Module, name: str, splits_input: bool = False) -> Change:
+def _row(policy: HeadCounts, owner: nn.Module, name: str, splits_input: bool = False) -> PartChange:
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
         return partial(shard_own_parameter, name=name, from_end=1, num_parts=1, group=policy.shard_config.group)
@@ -86,7 +84,7 @@ def _row(policy: HeadCounts, owner: nn.Module, name: str, splits_input: bool = F
     return SubModuleReplacementDescription(name, RowParallelLinear, {"num_heads": heads})
 
 
-def _packed(policy: HeadCounts, owner: nn.Module, name: str, from_end: int) -> Change:
+def _packed(policy: HeadCounts, owner: nn.Module, name: str, from_end: int) -> PartChange:
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
         group = policy.shard_config.group
@@ -94,41 +92,41 @@ def _packed(policy: HeadCounts, owner: nn.Module, name: str, from_end: int) -> C
     return SubModuleReplacementDescription(name, ColumnParallelLinear, {"part_size": out_features(module) // 2})
 
 
-def _embedding(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+def _embedding(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     return SubModuleReplacementDescription(name, VocabParallelEmbedding, policy.shard_config.vocab_options)
 
 
-def _partial_gradient(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+def _partial_gradient(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     if not isinstance(getattr(owner, name), nn.Module):
         return partial(sum_gradient_of_parameter, name=name, group=policy.shard_config.group)
     return SubModuleReplacementDescription(name, None, partial_gradient=True)
 
 
-def _bias_of_partial_sums(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+def _bias_of_partial_sums(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     return partial(divide_bias_of_partial_sums, name=name, group=policy.shard_config.group)
 
 
-def _dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+def _dropout(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     return SubModuleReplacementDescription(name, ParallelDropout if policy.tp_size > 1 else None, {})
 
 
 def _hooked(hook: Callable[..., None]) -> Style:
     """Make a style that applies `hook` to a module, to change its inputs or outputs."""
 
-    def style(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+    def style(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
         return lambda module: hook(getattr(module, name), policy.shard_config.group)
 
     return style
 
 
-def _draws_per_rank(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+def _draws_per_rank(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     """Let an attention with built-in dropout draw separate random numbers on each rank, for its own heads."""
     return lambda module: setattr(
         module, name, draw_per_rank(getattr(module, name), rank_of_draws(policy.shard_config.group))
     )
 
 
-def _activation_dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
+def _activation_dropout(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | None:
     """Give each rank its own mask in a layer with an `activation_dropout` between its linear layers."""
     if not hasattr(getattr(owner, name), "activation_dropout"):
         return None
@@ -141,7 +139,7 @@ def _activation_dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Chan
     return change
 
 
-def _local_biases(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+def _local_biases(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     """Let an attention that gets the biases of all heads use those of its own, and draw its own random numbers."""
     heads, group = policy.model.config.num_attention_heads, policy.shard_config.group
 
@@ -152,17 +150,17 @@ def _local_biases(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
     return change
 
 
-def _latent_key_value(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+def _latent_key_value(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     config = getattr(owner, "config", None) or policy.model.config.get_text_config()
     size = getattr(owner, "qk_rope_head_dim", None) or config.qk_rope_head_dim
     return lambda module: sum_gradient_of_rotary_part(getattr(module, name), size, policy.shard_config.group)
 
 
-def _skips_idle_casts(policy: HeadCounts, owner: nn.Module, name: str) -> Change:
+def _skips_idle_casts(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     return lambda module: skip_idle_casts(getattr(module, name))
 
 
-def _attention_heads(policy: HeadCounts, owner: nn.Module, name: str) -> Change | None:
+def _attention_heads(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | None:
     """Cut heads of a delta net, a state space or latent attention.
 
     Layers of a hybrid may have each at a path, or another attention, for which the plan of transformers has a style.
