@@ -182,7 +182,7 @@ class Booster:
             asynchronous: copy the state, and write it while training continues; an error surfaces at the next call that
                 saves or loads, or at `finish_saving`.
             keep_last: number of newest checkpoints to keep in the parent folder of `directory`; older ones are removed.
-            extra: any values that JSON can represent.
+            extra: plain values, tensors and containers of them, which come back equal in type and value.
 
         Returns:
             A handle: `.stall_s` is how long training waited; `.wait()` blocks until the save is finished.
@@ -234,7 +234,7 @@ class Booster:
 
         Args:
             folder: folder of the checkpoints, where `load_checkpoint(folder, resume="latest")` finds it.
-            extra: any values that JSON can represent.
+            extra: plain values, tensors and containers of them, which come back equal in type and value.
 
         Raises:
             ConfigurationError: the objects cannot be saved, or the memory is full.

@@ -1,4 +1,4 @@
-"""Checkpoint parts that are independent of the plugin: the handle of a save, and scheduler state as JSON."""
+"""Checkpoint parts that are independent of the plugin: the handle of a save, and files of schedulers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from booster.errors import ConfigurationError
 from shardformer.distributed.process_groups import world_group
 from shardformer.utils.json import read_json_object
+from shardformer.utils.typed_json import from_json, to_json
 
 
 class SavedCheckpoint:
@@ -49,16 +50,12 @@ def save_lr_scheduler(lr_scheduler: Any, path: str) -> None:
     """Write the state of `lr_scheduler` to `path`; rank 0 writes, all ranks wait.
 
     Raises:
-        ConfigurationError: the state cannot be represented as JSON.
+        ConfigurationError: a part of the state cannot be kept.
     """
-    state = lr_scheduler.state_dict()
     try:
-        text = json.dumps(state)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"the state of {type(lr_scheduler).__name__} cannot be written as JSON ({error}); "
-            "use plain functions, not objects, in the scheduler"
-        ) from None
+        text = json.dumps(to_json(lr_scheduler.state_dict(), f"{type(lr_scheduler).__name__}.state_dict()"))
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
     if not dist.is_initialized() or dist.get_rank() == 0:
         write_text(Path(path), text)
     if dist.is_initialized():
@@ -74,7 +71,7 @@ def load_lr_scheduler(lr_scheduler: Any, path: str) -> None:
     if not Path(path).is_file():
         raise ConfigurationError(f"{path} does not exist; give a file that save_lr_scheduler wrote")
     try:
-        state = read_json_object(Path(path))
+        state = from_json(read_json_object(Path(path)))
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
     lr_scheduler.load_state_dict(state)

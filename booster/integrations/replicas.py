@@ -17,6 +17,7 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 from booster.plugin import Plugin
+from shardformer.utils.typed_json import from_json, to_json
 
 _REDUCTIONS = ("sum", "mean", "max", "none")
 _MOST_DIMS = 16  # of a tensor that is gathered
@@ -69,21 +70,17 @@ class Replicas:
         """Return the lists of all replicas, one after the other.
 
         Raises:
-            ConfigurationError: if they hold what JSON cannot represent.
+            ConfigurationError: if they hold more than plain values, tensors and containers of them.
         """
         if self.size == 1:
             return data
         try:
-            text = json.dumps(data).encode()
-        except TypeError as error:
-            raise ConfigurationError(f"{error}; gather tensors, or lists of numbers and texts") from None
-        if json.loads(text) != data:  # tuples, and keys that are no texts
-            raise ConfigurationError(
-                f"{data!r:.80} cannot be gathered as it is; gather tensors, or lists of numbers, texts, lists and dicts"
-            )
+            text = json.dumps(to_json(data, "the list")).encode()
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
         lengths = self._gather_tensor(torch.tensor(len(text))).tolist()
         texts = self._gather_tensor(torch.tensor(list(text), dtype=torch.uint8)).split(lengths)
-        return [each for part in texts for each in json.loads(bytes(part.tolist()))]
+        return [each for part in texts for each in from_json(json.loads(bytes(part.tolist())))]
 
     def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return nested tensors combined over replicas: "sum", "mean" or "max", or as they are: "none".

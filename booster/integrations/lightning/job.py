@@ -23,6 +23,7 @@ from booster.integrations.replicas import Replicas
 from booster.launch import launch_from_torch, place_from_environment
 from booster.plugin import Plugin
 from shardformer.distributed.process_groups import world_group
+from shardformer.utils.typed_json import from_json, to_json
 
 
 class JobMethods:
@@ -184,7 +185,7 @@ class JobMethods:
         dist.barrier(world_group())
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src` on all ranks: a tensor, or what JSON represents.
+        """Return the object of rank `src` on all ranks: a plain value, a tensor, or a container of them.
 
         Raises:
             ConfigurationError: if it is another object; raised on all ranks.
@@ -193,14 +194,13 @@ class JobMethods:
         if is_tensor:
             return self._broadcast_tensor(obj, src)
         try:
-            text = json.dumps(obj) if self.global_rank == src else ""
-            problem = "" if self.global_rank != src or json.loads(text) == obj else "JSON changes it"
-        except TypeError as error:
+            text, problem = json.dumps(to_json(obj, "the object")) if self.global_rank == src else "", ""
+        except ValueError as error:
             text, problem = "", str(error)
         problem = self._broadcast_text(problem, src)
         if problem:
-            raise ConfigurationError(f"broadcast() takes tensors and what JSON represents ({problem}); use these")
-        return json.loads(self._broadcast_text(text, src))
+            raise ConfigurationError(f"broadcast() cannot send this: {problem}")
+        return from_json(json.loads(self._broadcast_text(text, src)))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks, or any rank, decide so."""

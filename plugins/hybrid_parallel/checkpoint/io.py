@@ -47,6 +47,7 @@ from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapsho
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from shardformer.distributed.collectives import world_timeout
+from shardformer.utils.typed_json import from_json
 
 _logger = get_logger(__name__)
 
@@ -141,7 +142,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         Args:
             directory: final path of the checkpoint, the same on all ranks.
             objects: objects to save, by kind ("model", "optimizer", "lr_scheduler", "dataloader").
-            extra: additional values, as JSON.
+            extra: additional values of the user.
             asynchronous: write a copy of the state in the background while training continues.
             keep_last: number of checkpoints in the folder to keep; None keeps all.
 
@@ -198,7 +199,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         with nullcontext() if model is None else model.gathers.changing():
             fill = partial(read_tensors, directory=path, manifest=manifest)
             restore(self.mesh, objects, fill, manifest, self.group)
-        return manifest.state["extra"]
+        return from_json(manifest.state["extra"])
 
     def latest_checkpoint(self, folder: str) -> str | None:
         """Return the newest complete checkpoint in a folder, the same on all ranks, or None if there is none."""

@@ -30,6 +30,7 @@ from plugins.hybrid_parallel.elastic.neighbours import Neighbours
 from plugins.hybrid_parallel.elastic.pieces import Piece, pieces_in, remove_before, write_piece
 from plugins.hybrid_parallel.elastic.restore import restore_snapshot
 from plugins.hybrid_parallel.elastic.search import FoundSnapshot, newest_snapshot
+from shardformer.utils.typed_json import from_json
 
 _MEMORY = "memory:"  # begins the names of snapshots, where a checkpoint has its path
 
@@ -56,7 +57,7 @@ class MemoryCheckpointIO(HybridParallelCheckpointIO):
         Args:
             folder: folder of the checkpoints.
             objects: objects to save, by kind ("model", "optimizer", "lr_scheduler", "dataloader").
-            extra: additional values, as JSON.
+            extra: additional values of the user.
 
         Raises:
             ConfigurationError: the arguments are invalid, gradients are accumulated, or the memory is full.
@@ -65,7 +66,9 @@ class MemoryCheckpointIO(HybridParallelCheckpointIO):
         if place is None:
             return
         check_boosted(objects)
-        _check_no_gradients(objects.get("optimizer"))
+        optimizer = objects.get("optimizer")
+        if optimizer is not None:
+            optimizer.refuse_accumulated()
         previous = self._number
         if self._round is None:
             self._round = _SnapshotRound(place, objects, self.mesh, self.group)
@@ -110,7 +113,7 @@ class MemoryCheckpointIO(HybridParallelCheckpointIO):
         place = elastic_place()
         if place is not None:
             place.note("moved", rank=dist.get_rank(), number=found.number)
-        return found.state["extra"]
+        return from_json(found.state["extra"])
 
     def _is_older(self, found: FoundSnapshot, folder: Path) -> bool:
         """Return whether the newest checkpoint on disk has more steps than a snapshot."""
@@ -158,15 +161,6 @@ class _SnapshotRound:
         piece = Piece(number, self._place.round, self._world_size, self._rank)
         write_piece(piece, directory, tensors, header)
         self._neighbours.exchange(piece, directory)
-
-
-def _check_no_gradients(optimizer: Any) -> None:
-    """Refuse a snapshot in mid-accumulation: gradients are no part of it."""
-    if optimizer is not None and any(bucket.is_pending or bucket.used for bucket in optimizer.buckets):
-        raise ConfigurationError(
-            "snapshot() would lose the gradients since the last optimizer.zero_grad(); call it after optimizer.step() "
-            "and optimizer.zero_grad()"
-        )
 
 
 def _installed_modules(modules: dict[str, ModuleType]) -> Iterator[str]:

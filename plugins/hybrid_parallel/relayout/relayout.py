@@ -108,11 +108,7 @@ def _check(objects: TrainingObjects, plugin: Plugin) -> None:
 
 
 def _check_optimizer(optimizer: HybridParallelOptimizer) -> None:
-    if any(bucket.is_pending or bucket.used for bucket in optimizer.buckets):
-        raise ConfigurationError(
-            "relayout() would lose the gradients since the last optimizer.zero_grad(); call it after optimizer.step() "
-            "and optimizer.zero_grad()"
-        )
+    optimizer.refuse_accumulated()
     if optimizer.averages:
         raise ConfigurationError(
             f"relayout() does not move the average {next(iter(optimizer.averages))!r} of the weights (ShardedEMA); "

@@ -108,6 +108,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self._norm: Tensor | None = None
         self.step_was_skipped = self.has_missed_pass = False
         self._awaits_step = False  # whether a pass has left gradients since the last step
+        self._accumulates = False  # the same, and zero_grad has not dropped them
         self._held_scale = 1.0  # factor that the present gradients are multiplied by
         self._gathers: list[AllGatherHandle] = []
         self.averages: dict[str, Average] = {}
@@ -180,7 +181,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.take_unfrozen()
         self.loss_scale.update()
         self._hold_at(self.loss_scale.value if scale is None else scale)
-        self._awaits_step = True
+        self._awaits_step = self._accumulates = True
         self.reducer.accepting = True
         try:
             with self._gathers_of_model.running():
@@ -190,6 +191,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; with `set_to_none=False`, zero them instead, as torch does."""
+        self._accumulates = False
         for bucket in self.buckets:
             bucket.clear_grads(set_to_none)
 
@@ -229,6 +231,18 @@ class HybridParallelOptimizer(GuardedOptimizer):
         """Global norm of the last step, before clipping; None if it was not computed."""
         return None if self._norm is None else float(self._norm)
 
+    def refuse_accumulated(self) -> None:
+        """Refuse to move a training state between accumulated passes, since gradients are no part of it.
+
+        Raises:
+            ConfigurationError: a pass has left gradients since the last `step` and `zero_grad`.
+        """
+        if self._accumulates:
+            raise ConfigurationError(
+                "the gradients since the last optimizer.step() are no part of a training state, and would be lost; "
+                "save, or change the layout, after optimizer.step(), or after optimizer.zero_grad() drops them"
+            )
+
     # ----- the step -----
 
     @failure.guard("optimizer.step")
@@ -254,6 +268,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.refuse_missed_pass()
         self._groups.refuse_strangers()
         self.num_steps += 1
+        self._accumulates = False
         self.take_gradients()
         result = None
         if not self.step_was_skipped:

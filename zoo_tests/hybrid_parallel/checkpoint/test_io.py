@@ -6,8 +6,11 @@ position in the epoch, random streams). Look in `plugins/hybrid_parallel/checkpo
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +231,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
     boosted, path = boost(case), tmp_path / "checkpoint"
     with pytest.raises(ConfigurationError, match="has no manifest.json: it is no checkpoint"):
         boosted.booster.load_checkpoint(path, **_states(boosted))
-    with pytest.raises(ConfigurationError, match="cannot write its extras as JSON"):
-        boosted.booster.save_checkpoint(path, **_states(boosted), function=print)
+    with pytest.raises(ConfigurationError, match=r"note\['by'\] is a builtin_function_or_method, which a checkpoint"):
+        boosted.booster.save_checkpoint(path, **_states(boosted), note={"by": print})
+    boosted.pipeline_backward(boosted.share(case.recipe.batch(0)))
+    with pytest.raises(ConfigurationError, match=r"the gradients since the last optimizer.step\(\) are no part"):
+        boosted.booster.save_checkpoint(path, **_states(boosted))
     assert not path.exists(), "a refused save leaves nothing behind"
+    boosted.finish_step()
     boosted.booster.save_checkpoint(path, **_states(boosted))
 
     other = boost(case.but(optimizer="momentum"))
@@ -248,6 +255,70 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ConfigurationError, match="holds 2 parameter groups, the optimizer has 1; make it with the same"
     ):
         booster.load_optimizer(optimizer, path)
+
+
+@distributed(1)
+def test_groups_that_are_not_those_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    """Options and states belong to the members of a group, not to its number."""
+
+    def optimizer_of(*groups: Sequence[int], **options: float) -> Any:
+        model = toy()
+        every = list(model.parameters())
+        made = [{"params": [every[index] for index in group]} for group in groups]
+        return booster.boost(model, torch.optim.AdamW(made, **options))[1]
+
+    booster = Booster(plugin=HybridParallelPlugin())
+    count = len(list(toy().parameters()))
+    first, *others = range(count)
+    saved = optimizer_of([first], others)
+    saved.param_groups[0]["rate"] = 2.0
+    booster.save_optimizer(saved, tmp_path)
+    for groups, sentence in {
+        (tuple(others), (first,)): r"is in group 0 of the checkpoint's optimizer and in group 1 of this one",
+        ((first, others[0]), tuple(others[1:])): r"is in group 1 of the checkpoint's optimizer and in group 0",
+        ((first,), tuple(others[1:])): r"is in group 1 of the checkpoint's optimizer and in no group of this one",
+        ((first,), tuple(others)): r"group 0 of the checkpoint has the option 'rate', which this AdamW does not know",
+    }.items():
+        other = optimizer_of(*groups)
+        if "rate" not in sentence:
+            other.param_groups[0]["rate"] = 2.0
+        with pytest.raises(ConfigurationError, match=sentence):
+            booster.load_optimizer(other, tmp_path)
+    same = optimizer_of([first], reversed(others), lr=torch.tensor(0.5))
+    same.param_groups[0]["rate"] = None
+    booster.load_optimizer(same, tmp_path)
+    assert same.param_groups[0]["rate"] == 2.0 and same.param_groups[0]["betas"] == (0.9, 0.999)
+    assert torch.equal(same.param_groups[0]["lr"], torch.tensor(1e-3))
+
+
+@distributed(1)
+def test_states_of_the_users_objects_come_back_equal(tmp_path: Path) -> None:
+    """Schedulers with integer keys, with tensors and in others; extras of every kind (`utils/test_typed_json.py`)."""
+
+    def schedulers(optimizer: Any) -> list[Any]:
+        rates = torch.optim.lr_scheduler
+        milestones = partial(rates.MultiStepLR, milestones=[2, 4])
+        return [
+            milestones(optimizer),
+            rates.SequentialLR(optimizer, [rates.ConstantLR(optimizer), milestones(optimizer)], [3]),
+            rates.ChainedScheduler([milestones(optimizer), rates.ExponentialLR(optimizer, 0.9)], optimizer=optimizer),
+        ]
+
+    booster, model = Booster(plugin=HybridParallelPlugin()), toy()
+    model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1)))
+    for index, scheduler in enumerate(schedulers(optimizer)):
+        path = tmp_path / str(index)
+        expected = copy.deepcopy(scheduler.state_dict())
+        booster.save_checkpoint(path, lr_scheduler=scheduler, extra={6: ("seven", {8})})
+        booster.save_lr_scheduler(scheduler, path.with_suffix(".json"))
+        for load in (
+            partial(booster.load_checkpoint, path),
+            lambda lr_scheduler: booster.load_lr_scheduler(lr_scheduler, path.with_suffix(".json")),  # noqa: B023
+        ):
+            other = schedulers(optimizer)[index]
+            extra = load(lr_scheduler=other)
+            assert repr(other.state_dict()) == repr(expected)
+            assert extra in (None, {"extra": {6: ("seven", {8})}})
 
 
 @distributed(2)

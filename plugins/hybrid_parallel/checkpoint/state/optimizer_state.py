@@ -23,9 +23,12 @@ from plugins.hybrid_parallel.zero.grouping import on_state_device
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
 from shardformer.shard_spec import ShardSpec, spec_of
+from shardformer.utils.typed_json import from_json, to_json
 
 PREFIX = "optimizer/"
 _AVERAGE = "average:"  # begins the keys of averages of a parameter among its states
+# Options that torch's schedulers add to the groups of any optimizer, which may be loaded before its scheduler is made.
+_OF_SCHEDULERS = frozenset({"initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
 
 
 def optimizer_tensors(optimizer: HybridParallelOptimizer) -> dict[str, GlobalTensor]:
@@ -69,13 +72,20 @@ def optimizer_numbers(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
 
 
 def optimizer_header(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
-    """Return what is identical on all ranks: class name, parameter groups and loss scale."""
+    """Return what is identical on all ranks: class name, parameter groups, their names, ties and loss scale.
+
+    Raises:
+        ValueError: an option of a group cannot be kept.
+    """
     groups = [
-        {key: _plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        to_json({key: value for key, value in group.items() if key != "params"}, f"optimizer.param_groups[{index}]")
+        for index, group in enumerate(optimizer.param_groups)
     ]
     return {
         "class": type(optimizer.unwrap()).__name__,
         "param_groups": groups,
+        "group_names": [list(names) for names in optimizer.group_names],
+        "tied": _ties(optimizer),
         "loss_scale": optimizer.loss_scale.state_dict(),
         "averages": {name: average.num_updates for name, average in optimizer.averages.items()},
     }
@@ -94,7 +104,8 @@ def check_fits(optimizer: HybridParallelOptimizer, saved: Mapping[str, Any] | No
     """Check that a saved state belongs to this kind of optimizer, before anything is changed.
 
     Raises:
-        ConfigurationError: the checkpoint has no optimizer, or one of another class or with other groups.
+        ConfigurationError: the checkpoint has no optimizer, or one of another class, or with other groups, members of
+            groups, options or ties.
     """
     if saved is None:
         raise ConfigurationError("the checkpoint was saved without an optimizer; load it without one")
@@ -108,6 +119,16 @@ def check_fits(optimizer: HybridParallelOptimizer, saved: Mapping[str, Any] | No
             f"the checkpoint holds {len(saved['param_groups'])} parameter groups, the optimizer has "
             f"{len(optimizer.param_groups)}; make it with the same groups"
         )
+    for index, (group, options) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        unknown = options.keys() - group.keys() - optimizer.defaults.keys() - _OF_SCHEDULERS
+        if unknown:
+            raise ConfigurationError(
+                f"group {index} of the checkpoint has the option {min(unknown)!r}, which this {own} does not know; "
+                "make the optimizer as it was made"
+            )
+    if "group_names" in saved:
+        _check_ties(_ties(optimizer), saved["tied"])
+        _check_names(optimizer, saved["group_names"])
 
 
 class OptimizerLoad:
@@ -138,7 +159,7 @@ class OptimizerLoad:
     def apply(self) -> None:
         """Set the loaded states, parameter group options and loss scale in the optimizer."""
         for group, saved in zip(self.optimizer.param_groups, self.saved["param_groups"], strict=True):
-            for key, value in saved.items():
+            for key, value in from_json(saved).items():
                 group[key] = _like(value, group.get(key))
         self.optimizer.loss_scale.load_state_dict(self.saved["loss_scale"])
         for name, average in self.optimizer.averages.items():
@@ -267,15 +288,40 @@ def _check_plain(optimizer: HybridParallelOptimizer, key: str, value: Any) -> No
         )
 
 
-def _plain(value: Any) -> Any:
-    """Convert a 0-d tensor to a number; a learning rate may be a tensor."""
-    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
-
-
 def _like(value: Any, present: Any) -> Any:
-    """Convert a value from JSON to the type of the present value."""
-    if isinstance(present, tuple) and isinstance(value, list):
-        return tuple(value)
+    """Convert a saved option to the type of the present one: one of both may be a tensor, as a learning rate."""
     if isinstance(present, Tensor):
-        return present.copy_(torch.tensor(value))
-    return value
+        return present.copy_(torch.as_tensor(value))
+    return value.item() if isinstance(value, Tensor) and isinstance(present, float) else value
+
+
+def _ties(optimizer: HybridParallelOptimizer) -> list[list[str]]:
+    """Return the names of each tied parameter of the whole model."""
+    return sorted({tuple(sorted((name, *others))) for name, others in optimizer.aliases.items() if others})
+
+
+def _check_ties(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> None:
+    own, saved = set(map(tuple, own)), set(map(tuple, saved))
+    for names in sorted(own ^ saved):
+        has, lacks = ("this model", "the checkpoint") if names in own else ("the checkpoint", "this model")
+        raise ConfigurationError(
+            f"{has} ties {' and '.join(names)}, and {lacks} does not; tie the weights as they were, or load the "
+            "checkpoint without the optimizer"
+        )
+
+
+def _check_names(optimizer: HybridParallelOptimizer, saved: Sequence[Sequence[str]]) -> None:
+    """Refuse parameters that are in another group than they were: they would take its options."""
+
+    def group_of(groups: Sequence[Sequence[str]]) -> dict[str, int]:
+        aliases = optimizer.aliases
+        return {min((name, *aliases.get(name, ()))): index for index, names in enumerate(groups) for name in names}
+
+    here, there = group_of(optimizer.group_names), group_of(saved)
+    for name in (*there, *here):
+        if here.get(name) != there.get(name):
+            before, now = (f"group {found[name]}" if name in found else "no group" for found in (there, here))
+            raise ConfigurationError(
+                f"{name} is in {before} of the checkpoint's optimizer and in {now} of this one; make the groups "
+                "as they were"
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +22,9 @@ from plugins.hybrid_parallel.checkpoint.state.optimizer_state import (
 from plugins.hybrid_parallel.checkpoint.state.random_state import RandomLoad, random_tensors
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import AXES, HybridMesh
+from shardformer.utils.typed_json import from_json, to_json
 
-_PLAIN = ("lr_scheduler", "dataloader")  # kinds whose state is JSON
+_PLAIN = ("lr_scheduler", "dataloader")  # kinds whose state is in the manifest
 
 
 @dataclass
@@ -34,7 +34,7 @@ class StateSnapshot:
     Attributes:
         tensors: tensors that this rank writes.
         numbers: optimizer numbers of this rank.
-        state: state that is identical on all ranks, as JSON; a copy.
+        state: state that is identical on all ranks, as typed JSON; a copy.
     """
 
     tensors: dict[str, GlobalTensor]
@@ -50,32 +50,35 @@ def take_snapshot(
     Args:
         mesh: mesh of ranks.
         objects: objects to save, by kind.
-        extra: additional values of the user, as JSON.
+        extra: additional values of the user.
         elsewhere: model buffers that another stage writes.
 
     Raises:
-        ConfigurationError: an extra or the scheduler's state is not representable as JSON.
+        ConfigurationError: gradients are accumulated, or an extra or a state of the user's objects cannot be kept.
     """
     model, optimizer = objects.get("model"), objects.get("optimizer")
+    if optimizer is not None:
+        optimizer.refuse_accumulated()
     tensors = random_tensors(model)
     if model is not None:
         tensors |= model_tensors(model, mesh, elsewhere)
     if optimizer is not None:
         tensors |= optimizer_tensors(optimizer)
-    state = {
-        "layout": {axis: mesh.size(axis) for axis in AXES},
-        "step": None if optimizer is None else optimizer.num_steps,
-        "optimizer": None if optimizer is None else optimizer_header(optimizer),
-        **{kind: None if objects.get(kind) is None else objects[kind].state_dict() for kind in _PLAIN},
-        "extra": extra,
-    }
     try:
-        state = json.loads(json.dumps(state))  # also copies lists that training mutates later
-    except TypeError as error:
-        raise ConfigurationError(
-            f"save_checkpoint cannot write its extras as JSON ({error}); give plain values"
-        ) from None
+        state = {
+            "layout": {axis: mesh.size(axis) for axis in AXES},
+            "step": None if optimizer is None else optimizer.num_steps,
+            "optimizer": None if optimizer is None else optimizer_header(optimizer),
+            **{kind: _state_of(objects.get(kind), kind) for kind in _PLAIN},
+            "extra": {name: to_json(value, name) for name, value in extra.items()},
+        }
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
     return StateSnapshot(tensors, {} if optimizer is None else optimizer_numbers(optimizer), state)
+
+
+def _state_of(given: Any, kind: str) -> Any:
+    return None if given is None else to_json(given.state_dict(), f"{kind}.state_dict()")
 
 
 def restore(
@@ -124,7 +127,7 @@ def restore(
     def take_plain() -> None:
         for kind in _PLAIN:
             if objects.get(kind) is not None and manifest.state[kind] is not None:
-                objects[kind].load_state_dict(manifest.state[kind])
+                objects[kind].load_state_dict(from_json(manifest.state[kind]))
 
     loads = raise_on_all_ranks(prepare, group)
     wanted = {} if model is None else tensors_to_fill(model, manifest, group)
