@@ -11,7 +11,7 @@ that were already handed out are loaded and dropped, which repeats their random 
 
 from __future__ import annotations
 
-import itertools
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.agreement import check_same_data, check_shareable, is_shared_out
+from plugins.hybrid_parallel.data.order_objects import OrderObjects
 from plugins.hybrid_parallel.data.random_draws import ReplicaCollate
-from plugins.hybrid_parallel.data.random_stream import LoadingStream, generator_state, state_of_generator
+from plugins.hybrid_parallel.data.random_stream import LoadingStream
 from plugins.hybrid_parallel.data.shares import (
     CollateShare,
     DataParallelBatchSampler,
@@ -33,6 +34,7 @@ from plugins.hybrid_parallel.data.shares import (
 )
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
+from shardformer.utils.typed_json import from_json, to_json
 
 LOADER_OPTIONS = (
     "num_workers",
@@ -68,8 +70,32 @@ class ReplicaShare:
     collate: ReplicaCollate
 
 
+@dataclass
+class _Place:
+    """Where an iteration of a loader is, and what it takes to begin it again.
+
+    Attributes:
+        epoch: number of the epoch.
+        position: batches that were handed out, including those of a previous run.
+        order: state of the order of samples before this epoch was drawn; None before it has begun.
+        order_to_come: state of the order to set once the draws of `position` batches are repeated.
+        base_seed: base seed that the epoch took over from persistent workers; None if it drew one.
+        has_ended: whether the iteration has found the end.
+    """
+
+    epoch: int = 0
+    position: int = 0
+    order: dict[str, Any] | None = None
+    order_to_come: dict[str, Any] | None = None
+    base_seed: int | None = None
+    has_ended: bool = False
+
+
 class ShardedDataLoader(DataLoaderShard):
     """Loader of this rank's shares; `state_dict` includes the position in the epoch.
+
+    Several iterations may be under way. The state is that of the one that has handed out the last batch, of those
+    that are still held.
 
     Args:
         dataset: the user's dataset, or its shares if it is iterable.
@@ -85,70 +111,69 @@ class ShardedDataLoader(DataLoaderShard):
 
     iterations = longest = 0
     given: DataLoader
-    _position = 0  # number of batches of this epoch that were handed out
     _base_seed: int | None = None
-    _order_at_start: dict[str, Any] | None = None  # state of the order when this epoch began
-    _order_to_come: dict[str, Any] | None = None  # state to set after the draws that are repeated on resume
-    _is_open = False  # whether an epoch has begun, and its iterator has not ended
 
     def __init__(self, dataset: Dataset, share: ReplicaShare, **options: Any) -> None:
         super().__init__(dataset, **options)
         self.batch_size = share.batch_size
         self.global_batch_size = (share.batch_size or 1) * share.world_size
         self.rank, self.order, self.draws_from, self.collate = share.rank, share.order, share.draws_from, share.collate
+        self._last = _Place()  # of the iteration that has handed out the last batch
+        self._under_way: list[weakref.ref[_Batches]] = []  # in the order of their last batches
+        self._loaded: _Place | None = None  # where the next iteration continues
+        self._order_objects = OrderObjects(self)
 
     def __iter__(self) -> Iterator[Any]:
         self._move_to(self.epoch)
-        self._position, self.skip_batches = self.skip_batches, 0
-        self._order_at_start = self._order_state()
-        self._is_open = True
+        loaded, self._loaded = self._loaded, None
+        place = _Place(self.iteration, self.skip_batches, self._order_state(), loaded and loaded.order_to_come)
+        self.skip_batches = 0
+        if loaded is not None:
+            self._base_seed = place.base_seed = loaded.base_seed
+        elif self.persistent_workers:
+            place.base_seed = self._base_seed
+        self._draw(place)
         self.iterations += 1
-        self._draw()
-        return self._batches(LoadingStream.derived(self._base_seed, "samples", self.iteration, self.rank))
+        return _Batches(self, place)
 
-    def _draw(self) -> None:
+    def _draw(self, place: _Place) -> None:
         """Draw what torch draws when a loader is iterated; a sampler draws the rest with its first batch."""
         if isinstance(self.batch_sampler, DataParallelBatchSampler):
             self.batch_sampler.begin()
-        if self._base_seed is None or not self.persistent_workers:
+        if place.base_seed is None:
             with self.order.active():
                 drawn = torch.empty((), dtype=torch.int64).random_(generator=self.draws_from)
             self._base_seed = int(drawn)
         if isinstance(self.dataset, DataParallelIterable):
             self.dataset.base_seed = self._base_seed
 
-    def _batches(self, stream: LoadingStream) -> Iterator[Any]:
-        empty = getattr(self.batch_sampler, "empty_batches", ())
-        with stream.active():
-            loaded, end = iter(self.base_dataloader), object()
-            self.collate.begin()
-        for number in itertools.count():
-            if number == self._position and self._order_to_come is not None:
-                self._load_order(self._order_to_come)
-                self._order_to_come = None
-            with stream.active():
-                batch = next(loaded, end)
-            if batch is end:
-                break
-            if number < self._position:  # handed out by the previous run
-                continue
-            batch = send_to_device(batch, self.device, non_blocking=True)
-            self._position += 1
-            if isinstance(batch, Mapping) and "input_ids" in batch:
-                self.longest = max(self.longest, batch["input_ids"].shape[-1])
-            yield without_rows(batch) if number in empty else batch
-        self.iteration += 1
-        self._position, self._is_open = 0, False
+    def note_batch(self, batches: _Batches, batch: Any = None) -> None:
+        """Take over the place of an iteration, which has begun, or has handed out `batch`."""
+        self._under_way = [each for each in self._under_way if each() not in (None, batches)]
+        self._under_way.append(weakref.ref(batches))
+        self._last = batches.place
+        if isinstance(batch, Mapping) and "input_ids" in batch:
+            self.longest = max(self.longest, batch["input_ids"].shape[-1])
+
+    def note_end(self, batches: _Batches) -> None:
+        """Leave an iteration that has found the end of its epoch."""
+        self._under_way = [each for each in self._under_way if each() not in (None, batches)]
+        self._last, self.iteration = batches.place, batches.place.epoch + 1
+
+    @property
+    def _place(self) -> _Place:
+        held = [each for each in (reference() for reference in self._under_way) if each is not None]
+        return held[-1].place if held else self._last
 
     @property
     def epoch(self) -> int:
         """The current epoch; an epoch whose batches were all handed out is over."""
-        return self.iteration + self._is_over
+        return self._place.epoch + self._is_over
 
     @property
     def position(self) -> int:
         """Number of batches of this epoch that were handed out, including those of a previous run."""
-        return 0 if self._is_over else self._position
+        return 0 if self._is_over else self._place.position
 
     @property
     def _is_over(self) -> bool:
@@ -156,7 +181,8 @@ class ShardedDataLoader(DataLoaderShard):
 
         A loop that takes exactly `len(loader)` batches leaves the iterator just before its end.
         """
-        return not isinstance(self.dataset, IterableDataset) and 0 < self._position == len(self)
+        place = self._place
+        return place.has_ended or (not isinstance(self.dataset, IterableDataset) and 0 < place.position == len(self))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, also in a sampler or dataset that has `set_epoch`.
@@ -168,67 +194,114 @@ class ShardedDataLoader(DataLoaderShard):
 
     def _move_to(self, epoch: int) -> None:
         if epoch != self.iteration:
-            self.iteration, self._position, self.skip_batches = epoch, 0, 0
+            self.iteration, self.skip_batches, self._loaded = epoch, 0, None
+        if epoch != self._place.epoch:
+            self._last, self._under_way = _Place(epoch), []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the sample order and the position in the epoch.
+        """Return the state of the sample order and the position in the epoch, as JSON.
 
         The position is the number of samples that all ranks together have processed, so it does not depend on the
         layout.
         """
-        present = self._order_state()
-        return {
+        self._order_objects.warn_of_unsaved()
+        place, present = self._place, self._order_state()
+        is_open = place.order is not None and not self._is_over
+        state = {
             "epoch": self.epoch,
             "samples": self.position * self.global_batch_size,
             "global_batch_size": self.global_batch_size,
-            "order": self._order_at_start if self._is_open and not self._is_over else present,
-            "order_to_come": (self._order_to_come or present) if self.position else None,
+            "dataset": self._order_objects.num_samples,
+            "base_seed": place.base_seed if is_open else self._base_seed if self.persistent_workers else None,
+            "order": place.order if is_open else present,
+            "order_to_come": (place.order_to_come or present) if self.position else None,
         }
+        return to_json(state, "dataloader.state_dict()")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue where the saved one stopped.
 
         Raises:
-            ConfigurationError: the saved position is not at a batch boundary of this loader.
+            ConfigurationError: the saved position is not at a batch boundary of this loader, or in another dataset.
         """
+        state = from_json(state)
         position, rest = divmod(state["samples"], self.global_batch_size)
         if rest:
             raise ConfigurationError(
                 f"the saved epoch was left after {state['samples']} samples, which batch_size*dp_size="
                 f"{self.global_batch_size} does not divide; use batch_size*dp_size={state['global_batch_size']}"
             )
-        self.iteration, self.skip_batches = state["epoch"], position
-        self._position, self._base_seed = position, None
-        self._order_at_start, self._order_to_come = state.get("order", {}), state.get("order_to_come")
-        self._load_order(self._order_at_start)
-        sampler = self._sampler
-        if "sampler" in self._order_at_start and hasattr(sampler, "load_state_dict"):
-            sampler.load_state_dict(self._order_at_start["sampler"])
-
-    @property
-    def _sampler(self) -> Any:
-        return getattr(self.batch_sampler, "sampler", None)
+        now = self._order_objects.num_samples
+        before = state.get("dataset", now)
+        if position and before != now:
+            raise ConfigurationError(
+                f"the saved epoch was left after {state['samples']} samples of a dataset of {before}, and this one has "
+                f"{now}; give the same dataset, or leave the loader out to begin an epoch"
+            )
+        self.iteration, self.skip_batches, self._under_way = state["epoch"], position, []
+        self._last = self._loaded = _Place(
+            state["epoch"], position, state.get("order", {}), state.get("order_to_come"), state.get("base_seed")
+        )
+        self.load_order(self._last.order)
+        self._order_objects.load(self._last.order)
 
     def _generators(self) -> dict[str, torch.Generator]:
         """Return the generators of the user's loader and its sampler, if there are any."""
-        found = {"loader": self.draws_from, "sampler": getattr(self._sampler, "generator", None)}
+        found = {"loader": self.draws_from, "sampler": getattr(self._order_objects.sampler, "generator", None)}
         return {name: each for name, each in found.items() if isinstance(each, torch.Generator)}
 
     def _order_state(self) -> dict[str, Any]:
-        """Return the state that determines the order of the next samples, as JSON."""
-        state = {
+        """Return the state that determines the order of the next samples."""
+        return {
             "stream": self.order.state_dict(),
-            "generators": {name: state_of_generator(each.get_state()) for name, each in self._generators().items()},
+            "generators": {name: each.get_state() for name, each in self._generators().items()},
+            **self._order_objects.state(),
         }
-        return state | ({"sampler": self._sampler.state_dict()} if hasattr(self._sampler, "state_dict") else {})
 
-    def _load_order(self, state: dict[str, Any]) -> None:
-        """Restore the order, except the state of a stateful sampler, which also contains its position."""
+    def load_order(self, state: dict[str, Any]) -> None:
+        """Restore the order, except states of the user's objects, which also contain their positions."""
         if "stream" in state:
             self.order.load_state_dict(state["stream"])
         for name, generator in self._generators().items():
             if name in state.get("generators", {}):
-                generator.set_state(generator_state(state["generators"][name]))
+                generator.set_state(state["generators"][name])
+
+
+class _Batches:
+    """One iteration over a loader, with a position of its own."""
+
+    def __init__(self, loader: ShardedDataLoader, place: _Place) -> None:
+        self.loader, self.place = loader, place
+        self._number, self._to_skip = 0, place.position
+        self._stream = LoadingStream.derived(loader._base_seed, "samples", place.epoch, loader.rank)
+        with self._stream.active():
+            self._loaded = iter(loader.base_dataloader)
+            loader.collate.begin()
+        self._empty = getattr(loader.batch_sampler, "empty_batches", ())
+        loader.note_batch(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            if self._number == self._to_skip and self.place.order_to_come is not None:
+                self.loader.load_order(self.place.order_to_come)
+                self.place.order_to_come = None
+            number, self._number = self._number, self._number + 1
+            try:
+                with self._stream.active():
+                    batch = next(self._loaded)
+            except StopIteration:
+                self.place.has_ended = True
+                self.loader.note_end(self)
+                raise
+            if number >= self._to_skip:  # else handed out by the previous run
+                break
+        batch = send_to_device(batch, self.loader.device, non_blocking=True)
+        self.place.position += 1
+        self.loader.note_batch(self, batch)
+        return without_rows(batch) if number in self._empty else batch
 
 
 def shard_dataloader(

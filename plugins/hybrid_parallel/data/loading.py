@@ -13,6 +13,7 @@ from plugins.hybrid_parallel.data.batch_check import ReplicaCheck
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
 from plugins.hybrid_parallel.distributed.agreement import broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
+from shardformer.utils.typed_json import from_json, to_json
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
@@ -57,7 +58,8 @@ class Loading:
         if self.seed is not None:
             return LoadingStream.seeded(self.seed)
         order = LoadingStream()
-        order.load_state_dict(broadcast_json(order.state_dict(), control_group()))
+        of_first = broadcast_json(to_json(order.state_dict(), "the random state"), control_group())
+        order.load_state_dict(from_json(of_first))
         return order
 
     def shard(self, dataloader: DataLoader) -> ShardedDataLoader:

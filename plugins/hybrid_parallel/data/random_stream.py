@@ -50,23 +50,14 @@ class LoadingStream:
             _restore(outer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states as JSON."""
+        """Return the states of the generators by library, as tensors and arrays of their words."""
         version, words, gauss = self._states["python"]
-        state = {"torch": state_of_generator(self._states["torch"]), "python": [version, list(words), gauss]}
-        if "numpy" in self._states:
-            kind, words, *rest = self._states["numpy"]
-            state["numpy"] = [kind, words.tolist(), *rest]
-        return state
+        return self._states | {"python": (version, torch.tensor(words), gauss)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         version, words, gauss = state["python"]
-        self._states |= {"torch": generator_state(state["torch"]), "python": (version, tuple(words), gauss)}
-        if "numpy" in state:
-            import numpy as np
-
-            kind, words, *rest = state["numpy"]
-            self._states["numpy"] = (kind, np.array(words, dtype=np.uint32), *rest)
+        self._states = state | {"python": (version, tuple(words.tolist()), gauss)}
 
 
 def default_states() -> dict[str, Any]:
@@ -80,13 +71,8 @@ def default_states() -> dict[str, Any]:
 
 
 def state_of_generator(state: torch.Tensor) -> str:
-    """Convert the result of `torch.Generator.get_state` to text."""
+    """Convert the result of `torch.Generator.get_state` to text, which can be compared."""
     return state.numpy().tobytes().hex()
-
-
-def generator_state(text: str) -> torch.Tensor:
-    """Convert the result of `state_of_generator` back to a tensor."""
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def _states() -> dict[str, Any]:

@@ -22,7 +22,7 @@ class DataParallelBatchSampler(BatchSampler):
         stream: random stream for samplers without a generator of their own; None for the default generators.
 
     Attributes:
-        empty_batches: positions of the placeholder batches of this epoch, which represent an empty share.
+        empty_batches: positions of the placeholder batches, which represent an empty share, of the last iteration.
     """
 
     def __init__(
@@ -41,24 +41,29 @@ class DataParallelBatchSampler(BatchSampler):
             self._begun = iter(self.batch_sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.empty_batches.clear()
+        # Not a generator: what `begin` has begun belongs to this iteration, also if another begins before its batches.
+        begun, self._begun = self._begun, None
+        self.empty_batches = set()
+        return self._shares(self._batches(begun), self.empty_batches)
+
+    def _shares(self, batches: Iterator[list[int]], empty: set[int]) -> Iterator[list[int]]:
         group: list[list[int]] = []
         position = 0
-        for batch in self._batches():
+        for batch in batches:
             group.append(list(batch))
             if len(group) == self.world_size:
-                yield self._share(group, position)
+                yield self._share(group, position, empty)
                 group, position = [], position + 1
         if group and not self.drop_last:
-            yield self._share(group, position)
+            yield self._share(group, position, empty)
 
     def __len__(self) -> int:
         batches = len(self.batch_sampler)
         return batches // self.world_size if self.drop_last else math.ceil(batches / self.world_size)
 
-    def _batches(self) -> Iterator[list[int]]:
+    def _batches(self, begun: Iterator[list[int]] | None) -> Iterator[list[int]]:
         """Yield all batches, drawn from the stream: the order is the same on all ranks, whatever the samples draw."""
-        batches, self._begun = self._begun or iter(self.batch_sampler), None
+        batches = iter(self.batch_sampler) if begun is None else begun
         while True:
             with self._drawing():
                 batch = next(batches, None)
@@ -69,14 +74,14 @@ class DataParallelBatchSampler(BatchSampler):
     def _drawing(self) -> AbstractContextManager[None]:
         return nullcontext() if self.stream is None else self.stream.active()
 
-    def _share(self, group: list[list[int]], position: int) -> list[int]:
+    def _share(self, group: list[list[int]], position: int, empty: set[int]) -> list[int]:
         if len({len(batch) for batch in group}) == 1 and len(group) == self.world_size:
             return group[self.rank]
         samples = [index for batch in group for index in batch]
         share = even_share(samples, self.rank, self.world_size)
         if not share:
             # A loader cannot collate an empty list, so it collates one sample, and its row is removed afterwards.
-            self.empty_batches.add(position)
+            empty.add(position)
             return samples[:1]
         return share
 

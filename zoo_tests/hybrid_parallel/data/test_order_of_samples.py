@@ -55,6 +55,59 @@ class _ShuffledStream(IterableDataset):
             yield (torch.tensor(buffer.pop(random.randrange(min(4, len(buffer))))),)
 
 
+class _CountingSampler(_Shuffled):
+    """Orders by the number of epochs, which it counts itself."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        return iter(random.Random(self.epochs).sample(range(_SAMPLES), _SAMPLES))
+
+
+class _WithState:
+    """The part of a sampler, batch sampler or dataset that saves its count."""
+
+    epochs: int
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": {0: self.epochs}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs = state["epochs"][0]
+
+
+class _StatefulSampler(_WithState, _CountingSampler):
+    pass
+
+
+class _StatefulBatches(_WithState, BatchSampler):
+    def __init__(self, size: int) -> None:
+        super().__init__(_CountingSampler(), size, False)
+
+    @property
+    def epochs(self) -> int:
+        return self.sampler.epochs
+
+    @epochs.setter
+    def epochs(self, value: int) -> None:
+        self.sampler.epochs = value
+
+
+class _CountingStream(IterableDataset):
+    epochs = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        self.epochs += 1
+        order = random.Random(self.epochs).sample(range(_SAMPLES), _SAMPLES)
+        return ((torch.tensor(index),) for index in order)
+
+
+class _StatefulStream(_WithState, _CountingStream):
+    pass
+
+
 def _loader(batch_size: int, **options: Any) -> DataLoader:
     options = {name: value() if callable(value) else value for name, value in options.items()}
     return DataLoader(options.pop("dataset", _DATA), batch_size=batch_size, **options)
@@ -76,6 +129,10 @@ _KINDS: dict[str, Callable[[int], DataLoader]] = {
     "subset": lambda size: _loader(size, sampler=SubsetRandomSampler(range(3, 20))),
     "own sampler": lambda size: _loader(size, sampler=_Shuffled()),
     "batch sampler": lambda size: DataLoader(_DATA, batch_sampler=BatchSampler(RandomSampler(_DATA), size, False)),
+    "persistent workers": lambda size: _loader(size, shuffle=True, num_workers=1, persistent_workers=True),
+    "sampler with a state": lambda size: _loader(size, sampler=_StatefulSampler()),
+    "batch sampler with a state": lambda size: DataLoader(_DATA, batch_sampler=_StatefulBatches(size)),
+    "iterable with a state": lambda size: _loader(size, dataset=_StatefulStream()),
     "iterable": lambda size: _loader(size, dataset=_ShuffledStream()),
     "iterable by a worker": lambda size: _loader(size, dataset=_ShuffledStream(), num_workers=1),
 }
@@ -116,23 +173,76 @@ def test_batches_of_all_replicas_are_those_of_torch(kind: str) -> None:
     assert [[index for part in parts for index in part] for parts in zip(*shares, strict=True)] == expected
 
 
-@pytest.mark.parametrize("left", [1, 3])
-@pytest.mark.parametrize("kind", ["shuffle", "generator", "replacement", "weighted", "shuffle by workers"])
-def test_the_order_goes_on_after_resuming(kind: str, left: int) -> None:
-    """Left in the middle of the second epoch, behind an evaluation that drew too."""
+# In `make test-fast` one kind of each mechanism.
+# Another iteration ends that of persistent workers, and moves the state of objects that count iterations.
+_ONE_ITERATION = [kind for kind in _KINDS if "with a state" in kind or "worker" in kind]
+_ALWAYS = ("shuffle", "generator of the sampler", "sampler with a state", "iterable with a state", "persistent workers")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in _ALWAYS else pytest.mark.slow) for kind in _KINDS]
+)
+def test_the_order_goes_on_after_resuming(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Interrupted in the first, second and third epoch, behind an evaluation that drew too and a look at a batch."""
+    for epoch, taken in ((0, 2), (1, 4), (2, 1)):
+        _seed_all()
+        order = LoadingStream()
+        training, evaluation = (_boosted(_KINDS[name], 1, order) for name in (kind, "in order"))
+        for _ in range(epoch):
+            _values(training)
+        batches = iter(training)
+        _values(batches, taken)
+        _values(evaluation)
+        if kind not in _ONE_ITERATION:
+            next(iter(training))
+        state = json.loads(json.dumps(training.state_dict()))
+        expected = _values(batches) + _values(training)
+        torch.manual_seed(99), random.seed(99)
+        other = _boosted(_KINDS[kind], 1, LoadingStream())
+        other.load_state_dict(state)
+        assert _values(other) + _values(other) == expected, (epoch, taken)
+    assert "not saved" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffle", "sampler with a state", "iterable", "shuffle by workers"])
+def test_each_iteration_has_its_own_position(kind: str) -> None:
     _seed_all()
-    order = LoadingStream()
-    training, evaluation = (_boosted(_KINDS[name], 1, order) for name in (kind, "in order"))
-    _values(training)
-    batches = iter(training)
-    _values(batches, len(training) - left)
-    _values(evaluation)
-    state = json.loads(json.dumps(training.state_dict()))
-    expected = _values(batches) + _values(training)
-    torch.manual_seed(99), random.seed(99)
-    other = _boosted(_KINDS[kind], 1, LoadingStream())
-    other.load_state_dict(state)
-    assert _values(other) + _values(other) == expected
+    plain = _KINDS[kind](_BATCH)
+    expected = [[batch[0].tolist() for batch in pair] for pair in zip(plain, plain, strict=True)]
+    _seed_all()
+    loader = shard_dataloader(_KINDS[kind](_BATCH), 0, 1, torch.device("cpu"), LoadingStream())
+    assert [[batch[0].tolist() for batch in pair] for pair in zip(loader, loader, strict=True)] == expected
+    assert (loader.epoch, loader.position) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "role"),
+    [
+        ({"sampler": _CountingSampler}, "the sampler of the loader"),
+        ({"dataset": _CountingStream}, "the dataset of the loader"),
+        ({"dataset": _ShuffledStream, "num_workers": 1, "persistent_workers": True}, "in persistent workers"),
+    ],
+)
+def test_an_order_that_no_state_holds_is_said(
+    options: dict[str, Any], role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = _boosted(lambda size: _loader(size, **options), 0, LoadingStream())
+    loader.state_dict()
+    assert "not saved" not in caplog.text
+    _values(loader)
+    for _ in range(2):
+        loader.state_dict()
+    assert caplog.text.count("is not saved") == caplog.text.count(role) == 1
+
+
+def test_a_position_in_another_dataset_is_refused() -> None:
+    loader = _boosted(_KINDS["shuffle"], 0, LoadingStream())
+    next(iter(loader))
+    other = _boosted(lambda size: DataLoader(range(_SAMPLES - 1), batch_size=size), 0, LoadingStream())
+    with pytest.raises(ConfigurationError, match="after 4 samples of a dataset of 23, and this one has 22"):
+        other.load_state_dict(loader.state_dict())
+    _values(loader)
+    other.load_state_dict(loader.state_dict())
 
 
 def test_a_loader_that_is_boosted_twice_is_shared_out_once() -> None:

@@ -67,7 +67,7 @@ def test_every_ordered_pair_of_layouts(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "sentence"),
     [
-        ("gradients", "the gradients since the last optimizer.step() are no part of"),
+        ("gradients", "are no part of a training state"),
         ("layout", "more than the model's"),
         ("loader", "cannot say where it is in its epoch"),
         ("optimizer", "got 0 of the 1 optimizers"),
