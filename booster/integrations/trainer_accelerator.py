@@ -103,4 +103,7 @@ class TrainerAccelerator(Accelerator):
         sampler = getattr(data_loader, "sampler", None)
         if isinstance(data_loader, DataLoader) and isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= self.replicas.size  # Trainer gave it that of one replica
-        return super().prepare_data_loader(data_loader, *args, **kwargs)
+        loader = super().prepare_data_loader(data_loader, *args, **kwargs)
+        # Trainer saves the training loader itself, and prepares one for each evaluation, which is let go after it.
+        self._dataloaders.clear()
+        return loader

@@ -5,7 +5,7 @@ The ranks of a replica must get the same batch and compute the same loss; differ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -91,13 +91,19 @@ class ReplicaCheck:
 
     Args:
         mesh: mesh of ranks.
-        loaders: boosted loaders of this rank; the list may grow later.
+
+    Attributes:
+        iterations: number of times that boosted loaders of this rank were iterated.
     """
 
-    def __init__(self, mesh: HybridMesh, loaders: Sequence[Any]) -> None:
-        self.mesh, self.loaders = mesh, loaders
+    def __init__(self, mesh: HybridMesh) -> None:
+        self.mesh, self.iterations = mesh, 0
         self._steps_left = FIRST_STEPS if mesh.size("dp") > 1 else 0
         self._has_warned = False
+
+    def count_iteration(self) -> None:
+        """Count an iteration of a boosted loader."""
+        self.iterations += 1
 
     def compare(self, batch: Mapping[str, Any]) -> None:
         """Compare the batches of all ranks; warn if all replicas got the same batch from a loader that is not boosted.
@@ -108,9 +114,8 @@ class ReplicaCheck:
         if not self._steps_left:
             return
         self._steps_left -= 1
-        begun = sum(loader.iterations for loader in self.loaders)
         content = checksum_of(sorted((key, _entry(value)) for key, value in batch.items()))
-        found = all_gather_json([self.mesh.place, begun, content])
+        found = all_gather_json([self.mesh.place, self.iterations, content])
         for place, iterations, _ in found:
             if iterations != found[0][1]:
                 first, count = found[0][:2]
@@ -119,7 +124,7 @@ class ReplicaCheck:
                     "order of the next samples would differ; iterate them on all ranks alike, and look at single "
                     "batches of a plain DataLoader"
                 )
-        is_same = len({content for *_, content in found}) == 1 and not begun
+        is_same = len({content for *_, content in found}) == 1 and not self.iterations
         if is_same and not self._has_warned and dist.get_rank() == 0:
             self._has_warned = True
             _logger.warning(

@@ -12,7 +12,7 @@ that were already handed out are loaded and dropped, which repeats their random 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,13 +104,14 @@ class ShardedDataLoader(DataLoaderShard):
 
     Attributes:
         global_batch_size: samples of a batch over all data-parallel ranks; `dp_size` if the batch size is unknown.
-        iterations: number of times that the loader was iterated.
+        on_iteration: called when the loader is iterated.
         given: the user's loader.
         longest: tokens of the longest sample that was handed out; 0 before there was one.
     """
 
-    iterations = longest = 0
+    longest = 0
     given: DataLoader
+    on_iteration: Callable[[], None] | None = None
     _base_seed: int | None = None
 
     def __init__(self, dataset: Dataset, share: ReplicaShare, **options: Any) -> None:
@@ -121,7 +122,7 @@ class ShardedDataLoader(DataLoaderShard):
         self._last = _Place()  # of the iteration that has handed out the last batch
         self._under_way: list[weakref.ref[_Batches]] = []  # in the order of their last batches
         self._loaded: _Place | None = None  # where the next iteration continues
-        self._order_objects = OrderObjects(self)
+        self._order_objects = OrderObjects(self.batch_sampler, dataset, self.num_workers, self.persistent_workers)
 
     def __iter__(self) -> Iterator[Any]:
         self._move_to(self.epoch)
@@ -133,7 +134,8 @@ class ShardedDataLoader(DataLoaderShard):
         elif self.persistent_workers:
             place.base_seed = self._base_seed
         self._draw(place)
-        self.iterations += 1
+        if self.on_iteration is not None:
+            self.on_iteration()
         return _Batches(self, place)
 
     def _draw(self, place: _Place) -> None:
@@ -204,7 +206,7 @@ class ShardedDataLoader(DataLoaderShard):
         The position is the number of samples that all ranks together have processed, so it does not depend on the
         layout.
         """
-        self._order_objects.warn_of_unsaved()
+        self._order_objects.warn_of_unsaved(self.epoch)
         place, present = self._place, self._order_state()
         is_open = place.order is not None and not self._is_over
         state = {
@@ -293,7 +295,7 @@ class _Batches:
                 with self._stream.active():
                     batch = next(self._loaded)
             except StopIteration:
-                self.place.has_ended = True
+                self.place.has_ended, self.place.order = True, None
                 self.loader.note_end(self)
                 raise
             if number >= self._to_skip:  # else handed out by the previous run

@@ -43,14 +43,12 @@ class Loading:
             which a plain loader would also draw from.
 
     Attributes:
-        loaders: boosted loaders of this rank.
         first_batches: check of the first batches.
     """
 
     def __init__(self, mesh: HybridMesh, seed: int | None) -> None:
         self.mesh, self.seed = mesh, seed
-        self.loaders: list[ShardedDataLoader] = []
-        self.first_batches = ReplicaCheck(mesh, self.loaders)
+        self.first_batches = ReplicaCheck(mesh)
 
     @cached_property
     def order(self) -> LoadingStream:
@@ -72,6 +70,5 @@ class Loading:
         from plugins.hybrid_parallel.data.dataloader import shard_dataloader_alike
 
         sharded = shard_dataloader_alike(dataloader, self.mesh, self.order)
-        if all(sharded is not known for known in self.loaders):
-            self.loaders.append(sharded)
+        sharded.on_iteration = self.first_batches.count_iteration
         return sharded

@@ -25,24 +25,27 @@ class OrderObjects:
     that were handed out. Another one that changes from epoch to epoch begins again when training is resumed.
 
     Args:
-        loader: the boosted loader.
+        batch_sampler: the batch sampler of the boosted loader, over that of the user; None for an iterable dataset.
+        dataset: the dataset, or the shares of an iterable one.
+        num_workers, persistent_workers: options of the loader.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, batch_sampler: Any, dataset: Any, num_workers: int, persistent_workers: bool) -> None:
+        self.batch_sampler, self.dataset = batch_sampler, dataset
+        self.num_workers, self.persistent_workers = num_workers, persistent_workers
         self._has_warned = False
         self._as_given = {role: _attributes(each) for role, each in self._without_state()}
 
     @property
     def sampler(self) -> Any:
         """The user's sampler, or None."""
-        return getattr(self._loader.batch_sampler, "sampler", None)
+        return getattr(self.batch_sampler, "sampler", None)
 
     @property
     def num_samples(self) -> int | None:
         """Number of samples of the dataset; None for one without a length."""
-        dataset = self._loader.dataset
-        return None if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) else len(dataset)
+        has_length = isinstance(self.dataset, Sized) and not isinstance(self.dataset, IterableDataset)
+        return len(self.dataset) if has_length else None
 
     def state(self) -> dict[str, Any]:
         """Return the states of the objects that have one, by role."""
@@ -54,13 +57,12 @@ class OrderObjects:
             if role in state and _is_stateful(each):
                 each.load_state_dict(state[role])
 
-    def warn_of_unsaved(self) -> None:
-        """Say once what decides the order of samples and is not in the loader's state."""
+    def warn_of_unsaved(self, epoch: int) -> None:
+        """Say once what decides the order of samples from this epoch on, and is not in the loader's state."""
         if self._has_warned:
             return
         changed = [role for role, each in self._without_state() if _attributes(each) != self._as_given.get(role)]
-        loader = self._loader
-        if isinstance(loader.dataset, IterableDataset) and loader.persistent_workers and loader.epoch:
+        if isinstance(self.dataset, IterableDataset) and self.persistent_workers and epoch:
             changed.append("dataset, in persistent workers,")
         if changed:
             self._has_warned = True
@@ -71,11 +73,10 @@ class OrderObjects:
             )
 
     def _objects(self) -> Iterator[tuple[str, Any]]:
-        loader = self._loader
         yield "sampler", self.sampler
-        yield "batch_sampler", getattr(loader.batch_sampler, "batch_sampler", None)
-        if isinstance(loader.dataset, DataParallelIterable) and not loader.num_workers:
-            yield "dataset", loader.dataset.dataset
+        yield "batch_sampler", getattr(self.batch_sampler, "batch_sampler", None)
+        if isinstance(self.dataset, DataParallelIterable) and not self.num_workers:
+            yield "dataset", self.dataset.dataset
 
     def _without_state(self) -> Iterator[tuple[str, Any]]:
         objects = dict(self._objects())

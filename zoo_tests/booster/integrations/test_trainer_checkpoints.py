@@ -7,6 +7,7 @@ What breaks here first: batches of a resumed epoch that are seen twice, or a lea
 from __future__ import annotations
 
 import functools
+import gc
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from transformers import BertForSequenceClassification
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
 from zoo_tests.booster.integrations import trainer_jobs
 from zoo_tests.booster.integrations.trainer_jobs import Job, Notes, Outcome, check_same, make_trainer, ranks_of
 from zoo_tests.harness.ranks import run_on_ranks
@@ -176,3 +178,23 @@ def test_a_model_that_is_not_trained_is_saved(tmp_path: Path) -> None:
         found = BertForSequenceClassification.from_pretrained(tmp_path / name, dtype=torch.float64)
         torch.testing.assert_close(dict(found.state_dict()), dict(expected), rtol=0, atol=0)
         assert (tmp_path / name / "training_args.bin").exists()
+
+
+def _loaders_after_evaluations(folder: str) -> list[int]:
+    """Evaluate and predict again and again; return how many boosted loaders there are after each round."""
+    trainer_jobs.as_a_new_process()
+    trainer = make_trainer(Job("bert", {"max_steps": 1}, samples=4), folder, "dp2")
+    trainer.train()
+    counts = []
+    for _ in range(3):
+        trainer.evaluate()
+        trainer.evaluate({name: trainer.eval_dataset for name in ("one", "other")})
+        trainer.predict(trainer.eval_dataset)
+        gc.collect()
+        counts.append(sum(type(each) is ShardedDataLoader for each in gc.get_objects()))
+    return counts
+
+
+def test_loaders_of_evaluations_are_let_go(tmp_path: Path) -> None:
+    for counts in run_on_ranks(2, _loaders_after_evaluations, str(tmp_path)):
+        assert len(set(counts)) == 1
