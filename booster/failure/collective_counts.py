@@ -3,11 +3,15 @@
 There are two sources in torch. The sequence number of a group takes a quarter of a microsecond to read; gloo's counts
 point-to-point operations too. The flight recorders (`flight_record.py`) hold the latest operations with names and
 shapes. A group with several backends has a record for each.
+
+Only groups are compared whose operations all come from the thread that trains: other threads, such as that of an
+asynchronous save, issue theirs when their disk or their user lets them, on each rank at another time.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Mapping
@@ -22,6 +26,7 @@ from booster.failure.flight_record import RecordedOperation, recorded_operations
 
 _KEPT_OPERATIONS = 200
 _UNNAMED = ("", "undefined")
+_OF_TRAINING = "mesh_"  # begins the descriptions of the groups that only training uses
 
 
 @dataclass
@@ -35,6 +40,7 @@ class GroupRecord:
         only_collectives: whether this number counts only collectives, which are the same on all members.
         operations: (sequence number, name and shapes) of the latest collectives.
         role: equal for corresponding groups on other ranks, such as the groups of one mesh axis.
+        is_comparable: whether the training thread alone is known to issue its operations.
         pending: sequence number of the oldest incomplete collective; None if all are complete.
         message: the oldest incomplete point-to-point operation of NCCL; empty if there is none.
     """
@@ -45,6 +51,7 @@ class GroupRecord:
     role: str = ""
     only_collectives: bool = False
     operations: list[tuple[int, str]] = field(default_factory=list)
+    is_comparable: bool = False
     pending: int | None = None
     message: str = ""
 
@@ -88,8 +95,10 @@ class CollectiveCounts:
     def records(self, with_operations: bool = True) -> dict[str, GroupRecord]:
         """Return group -> record from the sequence numbers and, if `with_operations`, the flight recorder."""
         operations: dict[tuple[str, str], list[RecordedOperation]] = {}
-        for each in recorded_operations() if with_operations else ():
+        recorded = recorded_operations() if with_operations else []
+        for each in recorded:
             operations.setdefault((each.group, each.backend), []).append(each)
+        threads = _training_threads(recorded)
         found: dict[str, GroupRecord] = {}
         made_alike: Counter[int] = Counter()
         for group in _groups():
@@ -98,8 +107,11 @@ class CollectiveCounts:
             made_alike[pattern] += 1
             for each in self._counters_of(group):
                 role = f"{pattern:08x}/{made_alike[pattern]}/{each.backend}"
-                record = GroupRecord(_name(group), ranks, each.number(group) or 0, role)
-                record.add(operations.get((group.group_name, each.backend), []))
+                own = operations.get((group.group_name, each.backend), [])
+                is_trainings = _is_trainings(group)  # for a torch that records no threads
+                comparable = all(is_trainings if one.thread is None else one.thread in threads for one in own)
+                record = GroupRecord(_name(group), ranks, each.number(group) or 0, role, is_comparable=comparable)
+                record.add(own)
                 found[each.key] = record
         return found
 
@@ -114,9 +126,11 @@ class CollectiveCounts:
         """
         keys = {(group.group_name, each.backend): each.key for group in _groups() for each in self._counters_of(group)}
         earlier, now = [], []
-        for each in recorded_operations():
+        recorded = recorded_operations()
+        threads = _training_threads(recorded)
+        for each in recorded:
             key = keys.get((each.group, each.backend))
-            if key is None or each.is_point_to_point:
+            if key is None or each.is_point_to_point or (each.thread is not None and each.thread not in threads):
                 continue
             if each.number > since.get(key, 0):
                 now.append((key, each.text))
@@ -164,6 +178,13 @@ class _Counter:
             return None
 
 
+def _training_threads(operations: list[RecordedOperation]) -> frozenset[int]:
+    """Return the threads that train: the main one, and those in which autograd runs backward passes on GPUs."""
+    mesh = {group.group_name for group in _groups() if _is_trainings(group)}
+    on_device = {each.thread for each in operations if each.backend == "nccl" and each.group in mesh}
+    return frozenset({threading.main_thread().ident, *on_device} - {None})
+
+
 def _groups() -> list[ProcessGroup]:
     """Return the groups of more than one rank."""
     return [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
@@ -174,6 +195,10 @@ def _pattern(ranks: list[int]) -> int:
     return zlib.crc32(json.dumps([rank - ranks[0] for rank in ranks]).encode())
 
 
+def _is_trainings(group: ProcessGroup) -> bool:
+    return group.group_desc.startswith(_OF_TRAINING)
+
+
 def _name(group: ProcessGroup) -> str:
     description = group.group_desc
-    return "" if description in _UNNAMED else description.removeprefix("mesh_")
+    return "" if description in _UNNAMED else description.removeprefix(_OF_TRAINING)

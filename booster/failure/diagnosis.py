@@ -114,10 +114,10 @@ def diagnose_counts(
 ) -> Failure | None:
     """Return the failure for group members that disagree on their number of collectives; None if it is no failure."""
     for key, numbers in differing.items():
-        members = [one for one in snapshots if key in one.groups]
-        if not members or not all(one.groups[key].only_collectives for one in members):
+        records = [one.groups[key] for one in snapshots if key in one.groups]
+        if not records or not all(each.only_collectives and each.is_comparable for each in records):
             continue
-        group = members[0].groups[key]
+        group = records[0]
         # Groups of the same role do the same work on other ranks: they show which of two members is right.
         alike = {
             rank: counts[rank][other]
@@ -278,6 +278,8 @@ def _roles(snapshots: list[RankSnapshot]) -> list[_Role]:
     roles: dict[str, _Role] = {}
     for one in snapshots:
         for key, record in one.groups.items():
+            if not record.is_comparable:
+                continue
             role = roles.setdefault(record.role, _Role(record.role))
             if record.operations:
                 role.group[one.rank] = key

@@ -29,6 +29,7 @@ class RecordedOperation:
         is_complete: whether it has ended, on the device for NCCL.
         is_point_to_point: whether it is a send or a receive.
         created_ns: when it was called, in nanoseconds since the epoch.
+        thread: identifier of the thread that called it, as `threading.get_ident` returns; None if torch records none.
     """
 
     group: str
@@ -39,6 +40,7 @@ class RecordedOperation:
     is_complete: bool
     is_point_to_point: bool
     created_ns: int
+    thread: int | None = None
 
 
 def recorded_operations() -> list[RecordedOperation]:
@@ -76,6 +78,7 @@ def _operation(entry: dict[str, Any], backend: str) -> RecordedOperation:
         is_complete=entry["retired"] or (is_nccl and entry.get("state") == "completed"),
         is_point_to_point=entry.get("is_p2p", False) or any(word in name for word in _POINT_TO_POINT),
         created_ns=entry.get("time_created_ns", 0),
+        thread=int(entry["thread_id"]) if entry.get("thread_id", "").isdecimal() else None,
     )
 
 

@@ -13,16 +13,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 import torch.distributed as dist
 
-from booster.errors import ConfigurationError
+from booster.errors import ConfigurationError, NonFiniteError, SynchronyError, VerificationError
 from booster.failure.failure_report import LEFT, Failure, is_about_communication
-from booster.failure.monitor import FailureMonitor, exit_now, say
+from booster.failure.monitor import FailureMonitor, end_process, exit_now, say
 from booster.failure.operation_log import Operations
 
 # Raised on every rank, and a caller may handle them: they are published only if they stay uncaught.
-_RAISED_ALIKE = (ConfigurationError, StopIteration)
+_RAISED_ALIKE = (ConfigurationError, NonFiniteError, SynchronyError, VerificationError, StopIteration)
 # Operations after which all members of a process group have issued the same number of collectives on it.
 _COUNTED = ("optimizer.step",)
 _SECOND_LOOK_S = 0.5
@@ -56,6 +57,7 @@ class guard(ContextDecorator):  # noqa: N801 (used as a decorator and in `with`,
 
     def __enter__(self) -> None:
         _Process.exit_code = 0
+        _watch_termination()
         if _Process.operations is not None:
             _Process.operations.enter(self.operation)
 
@@ -85,6 +87,7 @@ def report_uncaught() -> None:
         _Process.previous_hook = sys.excepthook
         sys.excepthook = _on_uncaught
         _Process.previous_exit, sys.exit = sys.exit, _exit  # sys.exit does not call the exception hook
+        os._exit = _exit_at_once  # no exit handler runs
         atexit.register(_at_exit)
 
 
@@ -146,31 +149,52 @@ def install(
         store, rank, world_size, operations, store_name, holds_store, heartbeat_s, timeout_s
     )
     _Process.operations = operations
+    os.register_at_fork(after_in_child=_forget)
     _catch_termination(_Process.monitor)
 
 
 def _catch_termination(monitor: FailureMonitor) -> None:
-    """Route SIGTERM to the monitor, even if the main thread is blocked in C++; keep a script's own handler."""
+    """Have the monitor end the process at SIGTERM, unless the script has a handler; it may set one later, too."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
-    before = signal.set_wakeup_fd(monitor.wake_descriptor, warn_on_full_buffer=False)
-    if before >= 0:  # an event loop has set it
-        signal.set_wakeup_fd(before)
-        return
     signal.signal(signal.SIGTERM, _on_terminate)
-    os.register_at_fork(after_in_child=_forget)
+    monitor.may_end = _is_ours
+    _watch_termination()
+
+
+def _is_ours() -> bool:
+    return signal.getsignal(signal.SIGTERM) is _on_terminate
+
+
+def _watch_termination() -> None:
+    """Have the signal wake the monitor even if the main thread is blocked in C++, where it runs no handler.
+
+    An event loop takes the descriptor while it runs, and clears it at its end: each operation looks for that.
+    """
+    monitor = _Process.monitor
+    if monitor is None or not _is_ours() or threading.current_thread() is not threading.main_thread():
+        return
+    before = signal.set_wakeup_fd(monitor.wake_descriptor, warn_on_full_buffer=False)
+    if before not in (-1, monitor.wake_descriptor):
+        signal.set_wakeup_fd(before)
 
 
 def _on_terminate(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the wake-up descriptor has woken the monitor, which ends the process."""
+    """Wake the monitor, which ends the process, where the wake-up descriptor is an event loop's."""
+    if _Process.monitor is not None:
+        _Process.monitor.wake(number)
 
 
 def _release_termination() -> None:
-    if signal.getsignal(signal.SIGTERM) is _on_terminate:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monitor = _Process.monitor
+    if not _is_ours():
+        return
+    before = signal.set_wakeup_fd(-1)
+    if monitor is None or before != monitor.wake_descriptor:
+        signal.set_wakeup_fd(before)  # an event loop's
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _forget() -> None:
@@ -202,6 +226,13 @@ def _exit(status: object = None) -> None:
     """Replace `sys.exit`: record the exit code, then call the original."""
     _Process.exit_code = status if isinstance(status, int) else int(status is not None)
     _Process.previous_exit(status)
+
+
+def _exit_at_once(status: int) -> NoReturn:
+    """Replace `os._exit`: a rank that ends well says so, since its launcher may not tell its exit code."""
+    if _Process.monitor is not None and status == 0:
+        _Process.monitor.say_ended(0)
+    end_process(status)
 
 
 def _at_exit() -> None:

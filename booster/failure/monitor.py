@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import torch.distributed as dist
@@ -42,6 +43,7 @@ _ANSWER_S = 4.0
 _INQUIRY_S = 3.5  # for another rank's diagnosis; a launcher kills ranks 5 s after SIGTERM
 _JOIN_POLL_S = 0.05
 _TERMINATED = 128 + signal.SIGTERM
+end_process = os._exit  # Python's own; scripts get another
 
 
 class FailureMonitor(threading.Thread):
@@ -55,9 +57,15 @@ class FailureMonitor(threading.Thread):
         holds_store: whether this process hosts the store.
         heartbeat_s: seconds without a heartbeat after which another machine counts as lost; 0 for never.
         timeout_s: timeout of a collective; also the longest wait here for all ranks to join.
+
+    Attributes:
+        may_end: whether SIGTERM ends the process, that is, the script has set no handler since.
+
     Raises:
         TimeoutError: a rank did not join in time.
     """
+
+    may_end: Callable[[], bool] = staticmethod(lambda: True)
 
     def __init__(
         self,
@@ -102,6 +110,11 @@ class FailureMonitor(threading.Thread):
     def wake_descriptor(self) -> int:
         """File descriptor to which signal numbers are written, one byte each."""
         return self._wake
+
+    def wake(self, number: int) -> None:
+        """Tell the thread of a signal, from its handler."""
+        with contextlib.suppress(OSError):
+            os.write(self._wake, bytes([number]))
 
     def publish(self, failure: Failure) -> Failure:
         """Publish a failure unless one was published before; return the job's first failure."""
@@ -193,8 +206,7 @@ class FailureMonitor(threading.Thread):
         if self.holds_store:
             self.link.announce_end(self.world_size - 1, patience_s=2.0)
         self._stopped.set()
-        with contextlib.suppress(OSError):
-            os.write(self._wake, b"\0")
+        self.wake(0)
         self.join(2.0)
         self.link.stop()
 
@@ -227,7 +239,7 @@ class FailureMonitor(threading.Thread):
             poll.register(descriptor, select.POLLIN)
         poll.poll(_POLL_S * 1000)
         with contextlib.suppress(BlockingIOError):
-            return signal.SIGTERM in os.read(self._signals, 64)
+            return signal.SIGTERM in os.read(self._signals, 64) and self.may_end()
         return False
 
     def _look(self) -> None:
@@ -397,4 +409,4 @@ def exit_now(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(code)
+    end_process(code)

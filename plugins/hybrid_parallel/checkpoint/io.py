@@ -71,7 +71,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
     @cached_property
     def background_group(self) -> dist.ProcessGroup:
         """Process group for background saves, separate so that their collectives do not mix with the main thread's."""
-        return dist.new_group(backend="gloo", timeout=world_timeout())
+        return dist.new_group(backend="gloo", timeout=world_timeout(), group_desc="asynchronous saves")
 
     @failure.guard("booster.save_model")
     def save_model(

@@ -109,7 +109,7 @@ def _build(grid: torch.Tensor, ep_size: int, device: torch.device) -> HybridMesh
     device_mesh = DeviceMesh.from_group(list(axis_groups.values()), device.type, mesh=grid, mesh_dim_names=AXES)
     axis_groups[DP_CP] = axis_groups["dp"]
     if device_mesh.size(AXES.index("cp")) > 1:
-        axis_groups[DP_CP] = _own_group(grid.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist())
+        axis_groups[DP_CP] = _own_group(grid.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist(), DP_CP)
     axis_groups |= _expert_groups(grid, ep_size, axis_groups)
     _, dp, cp, tp = device_mesh.get_coordinate()
     replicas = [device_mesh.mesh[..., index].flatten().tolist() for index in range(tp_size)]
@@ -117,7 +117,7 @@ def _build(grid: torch.Tensor, ep_size: int, device: torch.device) -> HybridMesh
         device_mesh=device_mesh,
         device=device,
         stage_ranks=tuple(device_mesh.mesh[:, dp, cp, tp].tolist()),
-        replica_group=_own_group(replicas),
+        replica_group=_own_group(replicas, "replicas"),
         axis_groups=axis_groups,
     )
 
@@ -129,15 +129,15 @@ def _expert_groups(
     if ep_size == 1:
         alone = _group_of_one(grid, axis_groups)
         return {
-            EP: _own_group([[rank] for rank in grid.flatten().tolist()]) if alone is None else alone,
+            EP: _own_group([[rank] for rank in grid.flatten().tolist()], EP) if alone is None else alone,
             EXPERT_REPLICAS: axis_groups[DP_CP],
             EXPERTS: axis_groups[TENSOR],
         }
     blocks = grid.flatten(1, 2).unflatten(1, (-1, ep_size))  # [pp, ep_replicas, ep, tp]
     return {
-        EP: _own_group(blocks.movedim(2, -1).flatten(0, 2).tolist()),
-        EXPERT_REPLICAS: _own_group(blocks.movedim(1, -1).flatten(0, 2).tolist()),
-        EXPERTS: _own_group(blocks.flatten(2).flatten(0, 1).tolist()),
+        EP: _own_group(blocks.movedim(2, -1).flatten(0, 2).tolist(), EP),
+        EXPERT_REPLICAS: _own_group(blocks.movedim(1, -1).flatten(0, 2).tolist(), EXPERT_REPLICAS),
+        EXPERTS: _own_group(blocks.flatten(2).flatten(0, 1).tolist(), EXPERTS),
     }
 
 
@@ -150,7 +150,7 @@ def _groups_of_axes(grid: torch.Tensor) -> dict[str, ProcessGroup]:
     groups: dict[str, ProcessGroup] = {}
     for position, (axis, size) in enumerate(zip(AXES, grid.shape, strict=True)):
         alone = _group_of_one(grid, groups) if size == 1 else None
-        groups[axis] = alone or _own_group(grid.movedim(position, -1).reshape(-1, size).tolist())
+        groups[axis] = alone or _own_group(grid.movedim(position, -1).reshape(-1, size).tolist(), axis)
     return groups
 
 
@@ -180,7 +180,7 @@ def link_group(mesh: HybridMesh, *link: object) -> ProcessGroup:
 
     All ranks of the world must call this.
     """
-    return mesh.later_groups.get_or_create(("link", *link), lambda: _own_group(pipelines_of(mesh.device_mesh)))
+    return mesh.later_groups.get_or_create(("link", *link), lambda: _own_group(pipelines_of(mesh.device_mesh), "pp"))
 
 
 def shard_groups(mesh: HybridMesh, axis: str, num_shards: int) -> tuple[ProcessGroup, ProcessGroup | None]:
@@ -205,9 +205,10 @@ def shard_groups(mesh: HybridMesh, axis: str, num_shards: int) -> tuple[ProcessG
 
     def build() -> tuple[ProcessGroup, ProcessGroup]:
         sharing = _own_group(
-            [list(row[start : start + num_shards]) for row in rows for start in range(0, size, num_shards)]
+            [list(row[start : start + num_shards]) for row in rows for start in range(0, size, num_shards)], "shards"
         )
-        return sharing, _own_group([list(row[start::num_shards]) for row in rows for start in range(num_shards)])
+        repeating = [list(row[start::num_shards]) for row in rows for start in range(num_shards)]
+        return sharing, _own_group(repeating, "repeated shards")
 
     return mesh.later_groups.get_or_create(("shards", axis, num_shards), build)
 
@@ -222,7 +223,7 @@ def stage_group(mesh: HybridMesh) -> ProcessGroup:
     if mesh.size("tp") == 1:
         return mesh.group(DP_CP)
     stages = mesh.device_mesh.mesh.flatten(1).tolist()
-    return mesh.later_groups.get_or_create(("stage",), lambda: _own_group(stages))
+    return mesh.later_groups.get_or_create(("stage",), lambda: _own_group(stages, "stage"))
 
 
 def block_group(mesh: HybridMesh, count: int, use: Callable[[Tensor], Tensor], sequence_count: int) -> ProcessGroup:
@@ -235,7 +236,7 @@ def block_group(mesh: HybridMesh, count: int, use: Callable[[Tensor], Tensor], s
     """
 
     def build() -> ProcessGroup:
-        group = _own_group(mesh.device_mesh.mesh.flatten(0, 2).tolist())
+        group = _own_group(mesh.device_mesh.mesh.flatten(0, 2).tolist(), "tp")
         compute_in_blocks(group, count, use, sequence_count)
         return group
 
@@ -253,15 +254,18 @@ def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None
     # number of groups that a rank is in, which therefore must not differ between ranks.
     parts = [part for part in (stages, others) if part]
     partition = [[ranks[stage] for stage in part] for part in parts for ranks in pipelines]
-    group = mesh.later_groups.get_or_create(("tied", stages), lambda: _own_group(partition))
+    group = mesh.later_groups.get_or_create(("tied", stages), lambda: _own_group(partition, "tied"))
     return group if mesh.rank("pp") in stages else None
 
 
-def _own_group(partition: list[list[int]]) -> ProcessGroup | None:
-    """Create a group for each list of ranks, on all ranks in the same order; return the one this rank is in."""
+def _own_group(partition: list[list[int]], name: str) -> ProcessGroup | None:
+    """Create a group for each list of ranks, on all ranks in the same order; return the one this rank is in.
+
+    `name` is what the failure monitor calls it; the prefix tells that only training uses it.
+    """
     own = None
     for ranks in partition:
-        group = new_group(ranks, **_in_order(ranks))
+        group = new_group(ranks, group_desc=f"mesh_{name}", **_in_order(ranks))
         own = group if dist.get_rank() in ranks else own
     return own
 

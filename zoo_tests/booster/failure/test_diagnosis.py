@@ -42,7 +42,7 @@ STEP, PIPELINE = "optimizer.step", "booster.execute_pipeline"
 
 
 def record(ranks: list[int], *called: str, pending: int | None = None, name: str = "tp") -> GroupRecord:
-    return GroupRecord(name, ranks, len(called), "role", True, list(enumerate(called, start=1)), pending)
+    return GroupRecord(name, ranks, len(called), "role", True, list(enumerate(called, start=1)), True, pending)
 
 
 def at(

@@ -1,20 +1,27 @@
 """SIGTERM for all ranks is no failure, however late it reaches some of them; for one rank alone it is one.
 
-What breaks here first: a rank takes the end of another, which got the signal first, for a failure. Look at `_told` in
+So are errors that the script catches on all ranks, signals that it handles, and operations of other threads. What
+breaks here first: a rank takes the end of another, which got the signal first, for a failure. Look at `_told` in
 `booster/failure/monitor.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from booster import failure
+from booster.errors import ConfigurationError, NonFiniteError, SynchronyError, VerificationError
 from booster.launch import launch_from_torch
 from zoo_tests.harness.ended_ranks import run_to_the_end
 
@@ -70,3 +77,91 @@ def test_a_signal_for_one_rank_ends_the_others(tmp_path: Path) -> None:
     assert other.code == 1
     assert other.err.startswith(("error: rank 1 ended with exit code 143", "error: rank 1 died"))
     assert other.err.count("\n") == 1
+
+
+def _leave_at_once(rank_that_leaves: int) -> None:
+    launch_from_torch()
+    dist.barrier()
+    if dist.get_rank() == rank_that_leaves:
+        os._exit(0)
+    time.sleep(3.0)
+
+
+def test_a_rank_that_leaves_by_os_exit_has_not_failed(tmp_path: Path) -> None:
+    """Also where no agent tells its exit code, as for ranks that are started by hand."""
+    for rank in run_to_the_end(2, _leave_at_once, 1, folder=tmp_path, timeout_s=_LIMIT_S):
+        assert (rank.code, rank.err) == (0, "")
+
+
+def _with_a_signal_of_the_script(kind: str) -> None:
+    """SIGTERM reaches a rank whose script has set a handler after the launch, or has run an event loop."""
+    seen: list[int] = []
+
+    async def listen() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, lambda: None)
+
+    launch_from_torch()
+    if kind == "handler":
+        before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+        signal.signal(signal.SIGTERM, lambda number, frame: (seen.append(number), before(number, frame)))
+    else:
+        asyncio.run(listen())
+        if kind == "blocked":  # the next operation takes the descriptor back from the event loop
+            with failure.guard("an operation"):
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                dist.recv(torch.zeros(1), 1 - dist.get_rank())
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(2.0)
+    assert seen, "SIGTERM was ignored"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "code"), [("handler", 0), ("event loop", _TERMINATED), ("blocked", _TERMINATED)])
+def test_signals_are_the_scripts(kind: str, code: int, tmp_path: Path) -> None:
+    for rank in run_to_the_end(2, _with_a_signal_of_the_script, kind, folder=tmp_path, timeout_s=_LIMIT_S):
+        assert rank.code == code
+        assert "error" not in rank.err or kind == "blocked"  # c10d complains of a store that ends first
+
+
+def _catch_what_all_ranks_raise(kind: str) -> None:
+    launch_from_torch()
+    for error in (ConfigurationError, NonFiniteError, SynchronyError, VerificationError):
+        with contextlib.suppress(error), failure.guard("an operation"):
+            raise error("on all ranks")
+    time.sleep(2.5)  # the others would have ended this rank by now
+
+
+def _talk_in_a_thread(kind: str) -> None:
+    """Operations of other threads, on a group of their own or on the job's, come at another time on each rank."""
+    launch_from_torch()
+    group = dist.group.WORLD if kind == "the job's group" else dist.new_group()
+    training = dist.new_group(group_desc="mesh_dp")
+
+    def talk() -> None:
+        for _ in range(3):
+            time.sleep(2.0 * dist.get_rank())
+            dist.all_reduce(torch.ones(1), group=group)
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    alive = torch.tensor(1)
+    while alive:
+        with failure.guard("optimizer.step"):
+            dist.all_reduce(torch.ones(1), group=training)
+        time.sleep(0.05)
+        alive = torch.tensor(int(thread.is_alive()))
+        dist.all_reduce(alive, op=dist.ReduceOp.MAX, group=training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "kind"),
+    [
+        (_catch_what_all_ranks_raise, ""),
+        (_talk_in_a_thread, "the job's group"),
+        (_talk_in_a_thread, "a group of its own"),
+    ],
+)
+def test_a_healthy_job_is_not_ended(job: Callable[[str], None], kind: str, tmp_path: Path) -> None:
+    for rank in run_to_the_end(2, job, kind, folder=tmp_path, timeout_s=3 * _LIMIT_S):
+        assert (rank.code, rank.err) == (0, "")
