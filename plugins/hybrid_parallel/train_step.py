@@ -115,6 +115,7 @@ class PipelineStep:
             stack.enter_context(weights_rounded_once(runtime.module))
             stack.enter_context(loss.reading(self.model, keeps_outputs=keep is not None))
             stack.enter_context(accepting_gradients(self.model.optimizers if self.trains else ()))
+            self.model.agree_on_media(inputs)
             if self.trains and runtime.recorder is not None:
                 stack.enter_context(runtime.recorder.step())
             if loss.balance is None:

@@ -1,7 +1,7 @@
 """Train models of texts and images, or sounds, with these in their batches, sharded and plainly.
 
-    python -m zoo_tests.campaigns.images [--layouts tp2pp2,tp2,pp2,sp2,cp2] [--only PATTERN] [--log FILE]
-        [--output docs/results/images.md]
+    python -m zoo_tests.campaigns.images [--layouts tp2pp2,tp2,pp2,sp2,cp2,dp2] [--only PATTERN] [--in-some]
+        [--log FILE] [--output docs/results/images.md]
 
 The census gives such models texts alone. Here each sample begins with an image, in the first of the forms of
 `image_twin.STYLES` in which it reaches the loss and the weights of the tower of images, or with a sound. The log is
@@ -91,6 +91,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default=",".join(_LAYOUTS), help=f"of {', '.join(_LAYOUTS)}")
     parser.add_argument("--only", default="", help="regular expression on Family/Class")
+    parser.add_argument("--in-some", action="store_true", help="images or sounds in half of the samples alone")
     parser.add_argument("--log", type=Path, help="log (.jsonl): written after each class, read at first")
     parser.add_argument("--output", type=Path, help="page to write")
     arguments = parser.parse_args()
@@ -103,7 +104,7 @@ def main() -> int:
                 known = log.get(name) or Verdict(_NO_BATCH)
                 is_new = name not in log or (known.plain == EXACT and known.share.parameters is None)
                 if is_new or (known.plain == EXACT and any(layout not in known.layouts for layout in layouts)):
-                    train(head, layouts, known)
+                    train(head, layouts, known, arguments.in_some)
                     if arguments.log is not None:
                         append(arguments.log, name, known)
                 found.verdicts[name] = known
@@ -138,9 +139,12 @@ def classes_with_towers() -> list[HeadClass]:
     return found
 
 
-def train(head: HeadClass, layouts: list[str], known: Verdict) -> None:
-    """Train a class in each layout that is not known yet, and measure what two tensor-parallel ranks divide."""
-    plain = _plain_with_inputs(head)
+def train(head: HeadClass, layouts: list[str], known: Verdict, in_some: bool = False) -> None:
+    """Train a class in each layout that is not known yet, and measure what two tensor-parallel ranks divide.
+
+    With `in_some`, half of the samples have neither images nor sounds.
+    """
+    plain = _plain_with_inputs(head, in_some)
     if plain is None:
         return
     known.plain = EXACT
@@ -152,14 +156,14 @@ def train(head: HeadClass, layouts: list[str], known: Verdict) -> None:
     known.share.parameters, known.share.flops = cut.parameters, cut.flops
 
 
-def _plain_with_inputs(head: HeadClass) -> PlainRun | None:
+def _plain_with_inputs(head: HeadClass, in_some: bool) -> PlainRun | None:
     without = plain_run(head)
     if isinstance(without, str):
         return None
     twin = image_twin_of(without.case.tiny_model) or sound_twin_of(without.case.tiny_model)
     if twin is None:
         return None
-    case = replace(without.case, tiny_model=twin)
+    case = replace(without.case, tiny_model=replace(twin, in_some=in_some))
     return PlainRun(case, train_reference(case))
 
 

@@ -36,9 +36,11 @@ class ImageTwin(TinyModel):
 
     Attributes:
         style: name of the form in which the class takes images, one of `STYLES`.
+        in_some: whether the first half of the samples has none, and the last one two, where a sample may have several.
     """
 
     style: str = "pictures"
+    in_some: bool = False
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         """Make the global batch of a step; samples have different lengths."""
@@ -46,11 +48,13 @@ class ImageTwin(TinyModel):
         images = STYLES[self.style](model.config.vision_config, rows, generator)
         images = {name: self._cast(value) for name, value in images.items()}
         count = _tokens_of(model, images) // rows
-        ids = torch.randint(0, _TOKEN - 10, (rows, count + _TEXT), generator=generator)
+        numbers = in_some(rows, images) if self.in_some else [1] * rows
+        ids = torch.randint(0, _TOKEN - 10, (rows, max(numbers) * (count + 1) - 1 + _TEXT), generator=generator)
         mask = torch.ones_like(ids)
-        for row in range(rows):
-            mask[row, count + _TEXT - row % 4 :] = 0
-        ids[:, :count] = _TOKEN
+        for row, number in enumerate(numbers):
+            mask[row, ids.shape[1] - row % 4 :] = 0
+            for start in range(0, number * (count + 1), count + 1):  # text is between two images
+                ids[row, start : start + count] = _TOKEN
         labels = super().batch(model, step, rows)["labels"]
         if labels.dim() > 1:  # of tokens
             classes = model.config.num_labels if "TokenClassification" in type(model).__name__ else _TOKEN
@@ -59,6 +63,19 @@ class ImageTwin(TinyModel):
         if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
             batch["mm_token_type_ids"] = (ids == _TOKEN).long()
         return batch
+
+
+def in_some(rows: int, media: dict[str, Tensor]) -> list[int]:
+    """The numbers of images or sounds of samples, half of which have none; `media` has those of others alone."""
+    without = (rows + 1) // 2
+    values = next(iter(media.values()))
+    if values.dim() == 5 and len(media) == 1 or "pixel_attention_mask" in media and values.dim() == 5:
+        values[:without] = 0  # each sample has a row of images, and blank ones are padding
+        return [0] * without + [1] * (rows - without)
+    listed = rows - without + 1
+    for name, value in media.items():
+        media[name] = value[: len(value) // rows * listed]
+    return [0] * without + [1] * (rows - without - 1) + [2]
 
 
 def image_twin_of(twin: TinyModel) -> ImageTwin | None:

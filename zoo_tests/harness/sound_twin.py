@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
+from zoo_tests.harness.image_twin import in_some
 
 _TOKEN, _TEXT = 97, 8  # in the vocabulary of tiny models; tokens of text behind those of a sound
 _NAMES = ("audio_token_id", "audio_token_index")
@@ -26,18 +27,23 @@ class SoundTwin(TinyModel):
     Attributes:
         bins_first: whether a sound is [bins, frames] or [frames, bins].
         tokens: that a sound becomes.
+        in_some: as in `ImageTwin`.
     """
 
     bins_first: bool = True
     tokens: int = 1
+    in_some: bool = False
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         """Make the global batch of a step; samples have different lengths."""
         generator = torch.Generator().manual_seed(77 + step)
         sounds, count = self._sounds(model, rows, generator), self.tokens
-        ids = torch.randint(0, _TOKEN - 10, (rows, count + _TEXT), generator=generator)
-        mask = torch.arange(count + _TEXT) < count + _TEXT - torch.arange(rows)[:, None] % 4
-        ids[:, :count] = _TOKEN
+        numbers = in_some(rows, sounds) if self.in_some else [1] * rows
+        length = max(numbers) * (count + 1) - 1 + _TEXT
+        ids = torch.randint(0, _TOKEN - 10, (rows, length), generator=generator)
+        mask = torch.arange(length) < length - torch.arange(rows)[:, None] % 4
+        place, given = torch.arange(length), torch.tensor(numbers)[:, None]
+        ids.masked_fill_((place < given * (count + 1)) & (place % (count + 1) < count), _TOKEN)  # text is between two
         labels = ids.masked_fill(~mask | (ids == _TOKEN), -100)
         return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels, **sounds}
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
-from plugins.hybrid_parallel.data.image_patches import check_parts
+from plugins.hybrid_parallel.data.media import check_parts
 from plugins.hybrid_parallel.data.microbatch import num_rows, split_batch, stand_in
 from plugins.hybrid_parallel.data.microbatch_count import MANY, agreed_microbatches
 from plugins.hybrid_parallel.data.packed_rows import PackedRow, packed_row
@@ -82,23 +82,25 @@ class BatchSplitter:
             self._refuse_short_start(max(units, self.pipeline.least_batch_size) if is_row else units)
             self.model.checked_full_batch = True
         count = self._num_microbatches(units, trains)
+        tokens = self.model.options.media_tokens
         check_parts(self.model.unwrap(), batch, count)
         cuts = None if row is None or count < 2 else row.cuts(count, self.model.options.hidden_size)
-        own, given = (split_batch(each, count, cuts) if rows else [] for each in (batch, on_host))
+        own, given = (split_batch(each, count, cuts, tokens) if rows else [] for each in (batch, on_host))
         if self.mesh.size("cp") > 1 or may_be_packed(batch):
             record_facts(own, given)
         lengths = None if cuts is None else tuple(end - start for start, end in itertools.pairwise(cuts))
-        return BatchSplit(own, own or [stand_in(batch)] * max(count, least), lengths)
+        return BatchSplit(own, own or [stand_in(batch, tokens)] * max(count, least), lengths)
 
     def _in_units(self, batch: dict[str, Any], on_host: Mapping[str, Any], trains: bool, least: int) -> BatchSplit:
         """Split a batch into units of `reproducible=True`; placeholders follow while other replicas have more."""
         units = self.model.units
         count = units.begin(num_rows(batch), self.model.step_number, self.model.replicas_wait(trains))
-        own = units.cut(batch)
+        tokens = self.model.options.media_tokens
+        own = units.cut(batch, tokens)
         check_parts(self.model.unwrap(), batch, len(own))
         if may_be_packed(batch):
-            record_facts(own, units.cut(on_host))
-        return BatchSplit(own, own + [stand_in(batch)] * (max(count, least) - len(own)), None)
+            record_facts(own, units.cut(on_host, tokens))
+        return BatchSplit(own, own + [stand_in(batch, tokens)] * (max(count, least) - len(own)), None)
 
     def _packed_row(self, batch: Mapping[str, Any]) -> PackedRow | None:
         """Return the documents of a batch of one row that may be cut between them; None if there are none."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data.media import media_tokens
 from plugins.hybrid_parallel.data.microbatch import num_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.attention import log_once
@@ -37,6 +38,7 @@ class ForwardOptions:
         signature: of the model's forward; if that passes any arguments on, of the model inside; None if none is named.
         reads_documents: whether documents in a row are those of transformers' attention, which are told by positions,
             or by borders for flash-attn; a model of one's own may read them in its own way.
+        media_tokens: of images and sounds; see the function of that name.
     """
 
     def __init__(self, module: nn.Module, mesh: HybridMesh) -> None:
@@ -52,6 +54,7 @@ class ForwardOptions:
             getattr(getattr(self.inside, "config", None), "_attn_implementation", None) is not None
             and "cu_seq_lens_q" not in parameters
         )
+        self.media_tokens = media_tokens(self.inside)
         exchanges = any(getattr(each, "sequence_exchange", None) is not None for each in self.inside.modules())
         self._cuts_caches = mesh.size("cp") > 1 or exchanges
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster import failure
@@ -26,6 +27,7 @@ from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
 from plugins.hybrid_parallel.data.document_borders import with_positions
 from plugins.hybrid_parallel.data.index_check import naming_entry
+from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts
 from plugins.hybrid_parallel.data.microbatch import num_rows, stand_in, to_device, without_rows
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
@@ -149,6 +151,22 @@ class HybridParallelModel(WholeModelView):
                 self.activations.add(self.module)
         self.runtime.register_microbatch_hook(lambda index: self.activations.begin_pass())
 
+    def agree_on_media(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Gather the towers of images and sounds now, if under ZeRO stage 3 some replicas alone are about to run them.
+
+        All replicas must call this, in `running`.
+
+        Args:
+            parts: the inputs of the passes, as many on all replicas.
+        """
+        if not self.gathers or not self.options.media_tokens or self.mesh.size(DP_CP) == 1:
+            return
+        flags = torch.tensor([kinds_of_media(part) for part in parts], dtype=torch.int32)
+        extremes = torch.stack([flags, -flags])  # on the CPU: reading the result must not wait for the device
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group(DP_CP))
+        if (extremes[0] != -extremes[1]).any():
+            self.gathers.keep_all_but(parameters_of_texts(self.options.inside))
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Prepare a pass through the model: its parameters are gathered, and it draws from its own random stream.
@@ -195,6 +213,7 @@ class HybridParallelModel(WholeModelView):
         counts = torch.is_grad_enabled() and bool(args or num_rows(kwargs))
         guard = failure.guard("model(**batch)", publishes=False)
         with guard, self.running(), naming_entry(kwargs), self.counting_experts(counts):
+            self.agree_on_media([kwargs if args or num_rows(kwargs) else {}])
             if self.losses.lacks_labels(kwargs):
                 outputs = self._forward_without_loss(args, kwargs)
             elif self.losses.own_reason(kwargs) is None:
@@ -240,11 +259,12 @@ class HybridParallelModel(WholeModelView):
         """
         has_rows = not args and any(isinstance(value, Tensor) and value.dim() for value in kwargs.values())
         if has_rows and not num_rows(kwargs):  # a replica without samples of a short batch
-            return without_rows(self.generate(**stand_in(kwargs)))
+            return without_rows(self.generate(**stand_in(kwargs, self.options.media_tokens)))
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         kwargs = to_device(kwargs, self.mesh.device, self.input_dtype)
         with self.gathers.running():
+            self.agree_on_media([kwargs])
             if self.mesh.size("pp") > 1:
                 return generate_through_stages(self, args, kwargs)
             with failure.guard("model.generate", publishes=False):
@@ -321,7 +341,7 @@ class HybridParallelModel(WholeModelView):
         if args or num_rows(kwargs):
             return self.whole_sequences(self.module(*args, **kwargs))
         # Layers accept no empty batch, and other ranks may wait for this one in them (experts).
-        return without_rows(self.whole_sequences(self.module(**stand_in(kwargs))))
+        return without_rows(self.whole_sequences(self.module(**stand_in(kwargs, self.options.media_tokens))))
 
     def _forward_with_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a pass with the head's loss, computed on this rank's logits."""
@@ -342,7 +362,7 @@ class HybridParallelModel(WholeModelView):
 
     def _forward_with_own_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a pass with the loss that the model's forward computes."""
-        given = kwargs if args or num_rows(kwargs) else stand_in(kwargs)
+        given = kwargs if args or num_rows(kwargs) else stand_in(kwargs, self.options.media_tokens)
         outputs = self.module(*args, **given)
         if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), Tensor):
             return outputs if given is kwargs else without_rows(outputs)
@@ -354,7 +374,7 @@ class HybridParallelModel(WholeModelView):
         """Return the loss of a global batch and the model's inputs: a stand-in if this rank's share is empty."""
         if num_rows(kwargs):
             return self.step_loss([kwargs], None, kwargs), kwargs
-        return self.step_loss([], None, kwargs), stand_in(kwargs)
+        return self.step_loss([], None, kwargs), stand_in(kwargs, self.options.media_tokens)
 
     def _with_loss(self, outputs: Mapping[str, Any], share: Tensor) -> Any:
         """Return `outputs` with the sum of the shares of the loss over all replicas."""

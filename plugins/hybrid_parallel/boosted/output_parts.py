@@ -31,8 +31,10 @@ def describe_outputs(
         lengths: tokens of each micro-batch, if they are parts of one row.
     """
     described = {}
-    for name, value in results[0].items():
-        if name in coupled and len(results) > 1:
+    for name, value in {name: value for result in results for name, value in result.items()}.items():
+        if any(name not in result for result in results):
+            described[name] = _withheld(f"is of some of {len(results)} micro-batches alone; {_PLAINLY}")
+        elif name in coupled and len(results) > 1:
             described[name] = _withheld(
                 f"compares all samples of a batch, which is cut into {len(results)} micro-batches; compute it from the "
                 "embeddings among the outputs, or use num_microbatches=1"
@@ -104,7 +106,9 @@ def _describe_tensors(
             return {"differ": shapes}
     if shape and not is_sum and lengths is None:
         shape = [sum(each[0] for each in shapes), *shape[1:]]
-        if len(values) > 1 and num_rows and shape[0] % num_rows:
+        held = [each[0] for each in shapes if each[0]]  # placeholders hold nothing
+        parts = torch.arange(num_rows).tensor_split(len(held) or 1)
+        if any(count * num_rows != shape[0] * len(part) for count, part in zip(held, parts, strict=False)):
             return _withheld(f"has shapes {shapes} in micro-batches, which have no samples along dim 0; {_PLAINLY}")
     return {
         "dtype": str(values[0].dtype).removeprefix("torch."),

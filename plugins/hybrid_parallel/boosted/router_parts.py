@@ -27,8 +27,9 @@ def forward_with_aux_loss(model: Any, args: tuple, inputs: dict[str, Any]) -> An
             "output_router_logits=True adds outputs.aux_loss of whole sequences, of which each rank has a part; use "
             "output_router_logits=False, or cp_size=1 and sequence_parallelism_mode='split_gather'"
         )
+    given = inputs if has_rows else stand_in(inputs, model.options.media_tokens)
     with balance.watching(0, 0):
-        outputs = model.module(*args, **{**(inputs if has_rows else stand_in(inputs)), ASKED: False})
+        outputs = model.module(*args, **{**given, ASKED: False})
     outputs = model.whole_sequences(outputs)
     outputs = type(outputs)(**{**outputs, AUX_LOSS: balance.loss_of_replica()})
     return outputs if has_rows else without_rows(outputs)

@@ -161,6 +161,7 @@ class PipelineCall:
             stack.enter_context(naming_entry(batch))
             if loss.reads_parallel_logits:
                 stack.enter_context(parallel_logits(model))
+            model.agree_on_media(inputs)
             self.passes = runtime.begin(inputs, finish_forward, loss.balance)
             runtime.execute(self.passes, runtime.phases(len(inputs))[0])
         self.balance = loss.balance

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
+from plugins.hybrid_parallel.data.media import is_media
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
@@ -27,6 +28,8 @@ FIRST_STEPS = 2  # number of steps that are checked by default
 def check_batch(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
     """Compare the batch across all ranks: names and dtypes everywhere, values within each replica.
 
+    Images and sounds may be in the batches of some replicas alone.
+
     Args:
         batch: batch of this rank.
         mesh: mesh of ranks.
@@ -37,7 +40,7 @@ def check_batch(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
     if dist.get_world_size() == 1:
         return
     entries = {key: _entry(value) for key, value in batch.items()}
-    kinds = [(key, entry[0]) for key, entry in sorted(entries.items())]
+    kinds = [(key, entry[0]) for key, entry in sorted(entries.items()) if not is_media(key)]
     mine = torch.tensor([mesh.rank("dp"), checksum_of(kinds), checksum_of(sorted(entries.items()))])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine, group=world_group())
@@ -153,6 +156,7 @@ def _first_difference(found: list[list[Any]]) -> str:
             replica, place, entries = found[0]
         if replica != other_replica:
             rule = "all ranks need batches of the same inputs"
+            entries, other = ({key: each[key] for key in each if not is_media(key)} for each in (entries, other))
         for key in [*entries, *(key for key in other if key not in entries)]:
             if key not in entries or key not in other:
                 has, lacks = (place, other_place) if key in entries else (other_place, place)

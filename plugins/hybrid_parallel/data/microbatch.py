@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.image_patches import pieces_of_patches
+from plugins.hybrid_parallel.data.media import parts_of_media, without_media
 from shardformer.distributed.blocked_collectives import joined_blocks
 
 # Inputs that determine the number of samples of a batch; if none is present, the first tensor does.
@@ -65,16 +66,20 @@ def num_rows(batch: Mapping[str, Any]) -> int:
 
 
 def split_batch(
-    batch: Mapping[str, Any], num_microbatches: int, cuts: Sequence[int] | None = None
+    batch: Mapping[str, Any],
+    num_microbatches: int,
+    cuts: Sequence[int] | None = None,
+    tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Split the samples into parts whose sizes differ by at most one; entries without a sample dim go to every part.
 
     Args:
         num_microbatches: number of parts.
         cuts: [parts + 1] token indices at which a batch of one row is cut instead.
+        tokens: of images and sounds, see `media_tokens`.
 
     Raises:
-        ConfigurationError: the batch lists patches of images, and not to which samples they belong.
+        ConfigurationError: the batch lists images or sounds, and not to which samples they belong.
     """
     if num_microbatches == 0:
         return []
@@ -85,11 +90,12 @@ def split_batch(
         ]
     rows = num_rows(batch)
     parts: list[dict[str, Any]] = [{} for _ in range(num_microbatches)]
-    patches = pieces_of_patches(batch, rows, num_microbatches) if num_microbatches > 1 else {}
+    media = parts_of_media(batch, rows, num_microbatches, tokens) if num_microbatches > 1 else {}
     for key, value in batch.items():
-        pieces = _labels_of_masked(batch, num_microbatches) if key == "labels" else patches.get(key)
+        pieces = _labels_of_masked(batch, num_microbatches) if key == "labels" else media.get(key)
         for part, piece in zip(parts, pieces or _pieces(key, value, rows, num_microbatches), strict=True):
-            part[key] = piece
+            if piece is not None or key not in media:
+                part[key] = piece
     return parts
 
 
@@ -137,8 +143,13 @@ def _has_several_rows(key: str, value: Tensor, rows: int) -> bool:
     return key in _SEVERAL_ROWS and value.dim() > 1 and rows > 0 and value.shape[0] % rows == 0
 
 
-def stand_in(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a placeholder sample for an empty share: zeros, masks that hide nothing, and positions from 0 on."""
+def stand_in(batch: Mapping[str, Any], tokens: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
+    """Return a placeholder sample for an empty share: zeros, masks that hide nothing, and positions from 0 on.
+
+    Args:
+        batch: the share.
+        tokens: of images and sounds, which the sample has none of; see `media_tokens`.
+    """
     rows = num_rows(batch)
 
     def sample(name: str, value: Any) -> Any:
@@ -153,7 +164,7 @@ def stand_in(batch: Mapping[str, Any]) -> dict[str, Any]:
             return torch.arange(length, device=value.device).expand(*value.shape[:dim], 1, *value.shape[dim + 1 :])
         return value.new_full((*value.shape[:dim], 1, *value.shape[dim + 1 :]), int("mask" in name))
 
-    return {name: sample(name, value) for name, value in batch.items()}
+    return {name: sample(name, value) for name, value in without_media(batch, tokens).items()}
 
 
 def without_rows(outputs: Any) -> Any:

@@ -52,7 +52,9 @@ def _merge(values: Sequence[Any], name: str, lengths: Sequence[int] | None) -> A
             )
         return torch.cat(list(values))
     if isinstance(first, Mapping):
-        merged = {key: _merge([value[key] for value in values], key, lengths) for key in first}
+        # Of a micro-batch without images there are no features of images.
+        found = {key: [value[key] for value in values if key in value] for value in values for key in value}
+        merged = {key: _merge(parts, key, lengths) for key, parts in found.items()}
         return type(first)(**{key: value for key, value in merged.items() if value is not None})
     if isinstance(first, tuple | list):
         return tuple(_merge(parts, name, lengths) for parts in zip(*values, strict=True))

@@ -57,9 +57,15 @@ class Units:
         self.stream.begin_pass(step, sum(units[:rank]), sum(units))
         return max(units) if replicas_wait else units[rank]
 
-    def cut(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the units of a batch, in memory of their own: how a kernel rounds may depend on where it begins."""
-        units = split_batch(batch, num_rows(batch) // self.size) if num_rows(batch) else []
+    def cut(self, batch: Mapping[str, Any], tokens: Mapping[str, int]) -> list[dict[str, Any]]:
+        """Return the units of a batch, in memory of their own: how a kernel rounds may depend on where it begins.
+
+        Args:
+            batch: its samples are whole units.
+            tokens: of images and sounds, see `media_tokens`.
+        """
+        rows = num_rows(batch)
+        units = split_batch(batch, rows // self.size, tokens=tokens) if rows else []
         return [{name: _copied(value) for name, value in unit.items()} for unit in units]
 
     def _rows_of_replicas(self, rows: int) -> Sequence[int]:

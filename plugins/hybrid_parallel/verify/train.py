@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data.microbatch import split_batch
 from plugins.hybrid_parallel.verify.module_outputs import Output, OutputLog
 
 _LEARNING_RATE = 0.05
@@ -153,7 +154,7 @@ def train_on_rank(trial: VerifyCase) -> Trace:
     if trial.draws_alike:  # in the pass, which has a generator of the model's own
         model.runtime.register_microbatch_hook(lambda _: _seed(trial, len(trace.steps)))
     for batch in batches:
-        share = _share(batch, trial.rows, plugin.dp_rank, plugin.dp_size)
+        share = split_batch(batch, plugin.dp_size, tokens=model.options.media_tokens)[plugin.dp_rank]
         loss = booster.execute_pipeline(iter([share]), model, trial.criterion, optimizer).loss.item()
         gradients = _arrays(optimizer.full_gradients())
         optimizer.step()
@@ -179,17 +180,6 @@ def _loss(trial: VerifyCase, model: nn.Module, batch: dict[str, Any]) -> Tensor:
     own = getattr(trial.criterion, "own_entries", ())
     found = trial.criterion(model(**{name: value for name, value in batch.items() if name not in own}), batch)
     return found[0] / found[1] if isinstance(found, tuple) else found
-
-
-def _share(batch: dict[str, Any], rows: int, rank: int, world_size: int) -> dict[str, Any]:
-    """Return a data-parallel rank's samples of a global batch."""
-    first, last = rows * rank // world_size, rows * (rank + 1) // world_size
-
-    def cut(value: Any) -> Any:
-        is_tensor = isinstance(value, Tensor) and value.dim()
-        return value[first:last] if (is_tensor or isinstance(value, list)) and len(value) == rows else value
-
-    return {name: cut(value) for name, value in batch.items()}
 
 
 def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:

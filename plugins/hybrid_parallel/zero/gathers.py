@@ -39,6 +39,7 @@ class ParameterGathers:
         self.units = GatherUnits()
         self.prefetches = True
         self._pinned: set[GatherUnit] = set()  # read outside of their modules by passes that have yet to go back
+        self._kept: set[GatherUnit] = set()  # used by passes of some replicas alone
         self._depth = 0
         self._latest: tuple[bool, GatherUnit | None] = (False, None)  # in a backward pass?, unit
 
@@ -113,7 +114,22 @@ class ParameterGathers:
         finally:
             self._depth -= 1
             if self._depth == 0:
+                if not torch.is_grad_enabled():  # no backward pass follows
+                    self._kept.clear()
                 self.release_all()
+
+    def keep_all_but(self, params: Set[Tensor]) -> None:
+        """Gather all other parameters until the passes of the step are over; all replicas must call this.
+
+        It is for replicas whose passes use other modules: what only some of them use, none gathers by itself.
+
+        Args:
+            params: the parameters that the passes of all replicas use, in the same order.
+        """
+        self._kept.update(unit for param, unit in self.units.of_parameter.items() if param not in params)
+        for unit in self._all():
+            if unit in self._kept:
+                unit.gather()
 
     @contextmanager
     def whole(self, keeps_changes: bool = False, params: Set[Tensor] | None = None) -> Iterator[None]:
@@ -152,12 +168,13 @@ class ParameterGathers:
         """Release all units, also those that were gathered ahead, but none whose values autograd has saved."""
         self._latest = (False, None)
         for unit in self._all():
-            if unit not in self._pinned:
+            if unit not in self._pinned | self._kept:
                 unit.release()
 
     def end_step(self) -> None:
         """Release everything: no backward pass of the step is left."""
         self._pinned.clear()
+        self._kept.clear()
         self.release_all()
 
     def _all(self) -> dict[GatherUnit, None]:
@@ -175,6 +192,10 @@ class ParameterGathers:
 
     def _use(self, units: Sequence[GatherUnit], is_backward: bool) -> None:
         """Gather units in the order of use, and start the one that followed the last time."""
+        if self._kept:  # replicas use other units, and gather in one order
+            for unit in units:
+                unit.gather()
+            return
         for unit in units:
             was_backward, before = self._latest
             if before is not None and before is not unit and was_backward == is_backward:
@@ -187,7 +208,7 @@ class ParameterGathers:
 
     def _release(self, units: Sequence[GatherUnit]) -> None:
         for unit in units:
-            if unit not in self._pinned:
+            if unit not in self._pinned | self._kept:
                 unit.release()
 
     # ----- hooks -----

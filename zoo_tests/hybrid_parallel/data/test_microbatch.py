@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.image_patches import check_parts
+from plugins.hybrid_parallel.data.media import check_parts
 from plugins.hybrid_parallel.data.microbatch import as_batch, num_rows, signature, split_batch, to_device
 from plugins.hybrid_parallel.data.packed_rows import packed_row
 from plugins.hybrid_parallel.pipeline.outputs import merge_outputs
