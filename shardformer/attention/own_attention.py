@@ -105,7 +105,7 @@ def route_own_attention(model: nn.Module, classes: Mapping[str, type[OwnAttentio
         methods = classes.get(type(module).__name__)
         if methods is None or isinstance(module, OwnAttention) or not methods.serves(model.config):
             continue
-        module.config = copy.copy(model.config)  # the model's own name stays: it chooses the model's masks
+        module.config = copy.deepcopy(model.config)  # the model's own name stays: it chooses the model's masks
         module.config._attn_implementation = "sdpa"
         found[module] = derive(module, methods)
     replace_modules(model, found)

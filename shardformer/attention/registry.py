@@ -7,6 +7,7 @@ same name, because transformers silently drops the padding mask for a name that 
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
@@ -123,13 +124,34 @@ def routed_modules(
         if within is None or module in within:
             modules.append(module)
     routed = {id(module.config) for module in modules}
-    for config, implementation in configs.values():
-        if id(config) in routed and not implementation.startswith(prefix):
+    for key, (config, implementation) in configs.items():
+        if key in routed and not implementation.startswith(prefix):
             name = RegisteredName(prefix, implementation)
             register(name.entry, implementation)
-            implementation = name
-        config._attn_implementation = implementation
+            configs[key] = config, name
+    name_kernels(model, configs.values())
     yield from modules
+
+
+def name_kernels(model: nn.Module, names: Iterable[tuple[Any, str]]) -> None:
+    """Set the names of kernels in copies of configurations: the script may build other models from its own objects.
+
+    Args:
+        model: all of its modules get the copies.
+        names: configurations and the names for them, outer ones first: these set the names inside them too.
+    """
+    from transformers import PreTrainedConfig
+
+    names = list(names)
+    if all(config._attn_implementation is name for config, name in names):
+        return
+    copies: dict[int, Any] = {}  # id of an object -> its copy; models and their parts share configurations
+    for module in model.modules():
+        for attribute, value in module.__dict__.items():
+            if isinstance(value, PreTrainedConfig):
+                module.__dict__[attribute] = copy.deepcopy(value, copies)
+    for config, name in names:
+        copies[id(config)]._attn_implementation = name
 
 
 def uses_registry(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardformer.attention.backends import SDPA, choose_backend, log_once
 from shardformer.attention.kernel_limits import AttentionNeeds, capability_of
-from shardformer.attention.registry import uses_registry
+from shardformer.attention.registry import name_kernels, uses_registry
 
 # Names of the dropout of attention weights and of the size of a head, in configurations and modules of transformers.
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout", "dropout_rate")
@@ -40,8 +40,7 @@ def use_backend(
             runs = "torch's SDPA" if backend.implementation == SDPA else backend.implementation
             log_once(name, f"runs {runs}: {backend.reason}")
         chosen.append(backend.implementation or config._attn_implementation)
-    for (config, _), implementation in zip(found, chosen, strict=True):  # sets the configurations inside it too
-        config._attn_implementation = implementation
+    name_kernels(model, zip([config for config, _ in found], chosen, strict=True))
     if not found:
         log_once(name, "keeps its own attention: it is written out in the model's modules")
 

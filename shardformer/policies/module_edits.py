@@ -126,7 +126,7 @@ def _avoid_unaligned_kernel(experts: nn.Module, parts: int) -> None:
         type(experts).__name__,
         parts,
     )
-    experts.config = copy.copy(experts.config)
+    experts.config = copy.deepcopy(experts.config)
     experts.config._experts_implementation = "eager"
 
 
