@@ -9,6 +9,8 @@ therefore restores the sharded regions too; there is no second state to save.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -48,6 +50,24 @@ def restoring_default_generators() -> Iterator[None]:
         yield
     finally:
         _set_default_states(states)
+
+
+@contextmanager
+def random_numbers_apart(seed: int = 0) -> Iterator[None]:
+    """Seed the default generators of torch, Python and numpy in this context, and restore their states at its end."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numbers = None if numpy is None else numpy.random.get_state()
+    with restoring_default_generators():
+        seed_default_generators(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(numbers)
 
 
 @untraced

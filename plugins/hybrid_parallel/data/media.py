@@ -213,9 +213,10 @@ class _Items:
                 return spans
         elif len(self.sizes) == rows:
             return torch.ones(rows, dtype=torch.long)
+        name = self.kind.grid if self.has_patches else self.name
         raise ConfigurationError(
-            f"{self.kind.grid if self.has_patches else self.name} has {len(self.sizes)} entries for {rows} samples, and "
-            "the batch does not tell to which they belong; give mm_token_type_ids, or use num_microbatches=1"
+            f"{name} has {len(self.sizes)} entries for {rows} samples, and the batch does not tell to which they "
+            "belong; give mm_token_type_ids, or use num_microbatches=1"
         )
 
 

@@ -20,6 +20,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.setup.model import DTYPES, shard_model
+from shardformer.distributed.random import random_numbers_apart
 from shardformer.shard_spec import spec_of
 
 
@@ -76,6 +77,7 @@ class RankShards:
         return sum(piece.bytes for piece in self.pieces)
 
 
+@random_numbers_apart()
 def shard_report(build: Callable[[], nn.Module], config: HybridParallelConfig, world_size: int) -> list[RankShards]:
     """Return the shards of each rank of the first replica; the other replicas hold the same.
 

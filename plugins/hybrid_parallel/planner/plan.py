@@ -23,6 +23,7 @@ from plugins.hybrid_parallel.planner.search import Plan, search
 from plugins.hybrid_parallel.planner.space import Space
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
+from shardformer.distributed.random import random_numbers_apart
 
 _TIMEOUT_S = 600.0
 _LEAST_TOKENS = 1024  # of a sample on a rank: with fewer, keys and values take longer to send than to use
@@ -61,6 +62,7 @@ class Job:
     zero_stages: tuple[int, ...] | None = None
 
 
+@random_numbers_apart()
 def plan_for(build: Callable[[], nn.Module], job: Job, device: Device | None) -> tuple[Plan, Device]:
     """Rank the layouts of a job.
 
@@ -79,6 +81,7 @@ def plan_for(build: Callable[[], nn.Module], job: Job, device: Device | None) ->
     return _search(build, job, device, calibration)
 
 
+@random_numbers_apart()
 def plan_apart(build: Callable[[], nn.Module], job: Job, device: Device | None) -> Plan:
     """Run `plan_for` in a separate process and return its plan.
 

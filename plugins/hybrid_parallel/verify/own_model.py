@@ -19,6 +19,7 @@ from plugins.hybrid_parallel.verify.compare import TOLERANCES, Verdict, compare
 from plugins.hybrid_parallel.verify.report import to_text
 from plugins.hybrid_parallel.verify.trace_json import trace_from_json, trace_to_json
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_on_rank, train_reference
+from shardformer.distributed.random import random_numbers_apart
 
 _SEED = 1
 
@@ -44,8 +45,8 @@ class OwnModel:
 
     def build(self) -> nn.Module:
         """Build the model in training mode, on the CPU, without dropout."""
-        torch.manual_seed(_SEED)
-        model = self.model_fn().to(device="cpu", dtype=self.dtype).train()
+        with random_numbers_apart(_SEED):
+            model = self.model_fn().to(device="cpu", dtype=self.dtype).train()
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
@@ -84,6 +85,7 @@ class Report:
         return "\n".join([self.title, *to_text(self.verdict, self.precision)])
 
 
+@random_numbers_apart(_SEED)
 def verify_own_model(
     model_fn: Callable[[], nn.Module],
     batch: Mapping[str, Any],

@@ -16,6 +16,7 @@ from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compar
 from plugins.hybrid_parallel.verify.own_model import OwnModel
 from plugins.hybrid_parallel.verify.train import Criterion, Subject, Trace, VerifyCase, train_on_rank, train_reference
 from shardformer.distributed.process_groups import world_group
+from shardformer.distributed.random import random_numbers_apart
 from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.proposed.propose import Alternatives, candidates
 
@@ -62,6 +63,7 @@ def propose_verified(
     return plans[0]
 
 
+@random_numbers_apart()
 def propose_own_model(
     model_fn: Callable[[], nn.Module],
     batch: Mapping[str, Any],

@@ -20,6 +20,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.family_fields import DEFAULT, FIELDS
 from plugins.hybrid_parallel.verify.layer_pattern import layer_lists, short_periods
 from plugins.hybrid_parallel.verify.random_batch import batch_for
+from shardformer.distributed.random import random_numbers_apart
 
 _MISSING = object()
 _HEAD_DIM = 8
@@ -208,8 +209,7 @@ def head_counts(config: Any) -> tuple[int, int]:
 
 def build_small(model_class: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
     """Build a model from a small configuration with a fixed seed, in training mode and without dropout."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
+    with random_numbers_apart(_SEED):
         with _marked_memory():
             model = model_class(copy.deepcopy(config))  # sharding enters its attention in a model's configuration
         with torch.no_grad():

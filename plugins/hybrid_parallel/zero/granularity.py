@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.step_in_parts import step_in_parts
+from shardformer.distributed.random import random_numbers_apart, seed_default_generators
 
 # Optimizers of torch that are known to be elementwise.
 _ELEMENTWISE = frozenset(
@@ -50,7 +51,7 @@ def granularity_of(optim: torch.optim.Optimizer) -> Granularity:
         return Granularity.PARAMETER  # an instance's own `step` is bound to this object, so a copy cannot use it
     if cls.__module__.startswith("torch.optim") and cls.__name__ in _ELEMENTWISE:
         return Granularity.ELEMENT
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with random_numbers_apart(), torch.no_grad():
         return _try_out(optim)
 
 
@@ -122,7 +123,7 @@ def _steps_in_parts(optim: torch.optim.Optimizer) -> bool:
         parts = [[param] for group in twin.param_groups for param in group["params"]]
         step_in_parts(twin, parts, partial(type(twin).step, twin))
 
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with random_numbers_apart(), torch.no_grad():
         try:
             values = _values(optim)
             whole = _moves(optim, values, lambda tensor: [tensor], has_closure=False)
@@ -183,7 +184,7 @@ def _moves(
     Args:
         step: runs a step of the copy; None for its own.
     """
-    torch.manual_seed(0)
+    seed_default_generators(0)
     parameters = [[[nn.Parameter(part.clone()) for part in pieces_of(each)] for each in group] for group in values]
     twin = _twin(optim, [[part for parts in group for part in parts] for group in parameters])
     if callable(getattr(twin, "train", None)):  # a schedule-free optimizer steps only in training mode

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer.distributed.random import random_numbers_apart
 from shardformer.policies.proposed.attributes import local_choices
 from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.proposed.random_draws import with_own_masks
@@ -30,7 +31,8 @@ def candidates(model: nn.Module, batch: Mapping[str, Any]) -> list[Alternatives]
     """
     names = ("attention_mask",)  # a fully padded row has no derivatives
     whole = {name: torch.ones_like(value) if name in names else value for name, value in batch.items()}
-    recording = record(model, lambda: model(**whole))
+    with random_numbers_apart():
+        recording = record(model, lambda: model(**whole))
     found_regions = [with_own_masks(model, region) for region in find_regions(model, recording)]
     regions = [region for region in found_regions if region is not None]
     found = [[ProposedPlan(region.styles, local) for local in local_choices(model, region)] for region in regions]

@@ -30,6 +30,7 @@ from plugins.hybrid_parallel.planner.device import Device, preset
 from plugins.hybrid_parallel.planner.plan import Job, plan_apart
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
 from shardformer import record_module_init
+from shardformer.distributed.random import random_numbers_apart
 
 _logger = get_logger(__name__)
 
@@ -106,7 +107,8 @@ def auto_accelerate(
         launch_from_torch()
     strategy, tried = load_strategy, {}
     if strategy is None:
-        strategy, tried = _find(_trial(model, optim_func, dataset, loss_func, chosen), model, dataset, chosen)
+        with random_numbers_apart():  # trials draw, and the training that follows must not notice
+            strategy, tried = _find(_trial(model, optim_func, dataset, loss_func, chosen), model, dataset, chosen)
         if strategy is None:
             return False, None, None
     plugin = plugin_of(strategy)
