@@ -159,7 +159,9 @@ def train_on_rank(trial: VerifyCase) -> Trace:
         gradients = _arrays(optimizer.full_gradients())
         optimizer.step()
         optimizer.zero_grad()
-        trace.steps.append(RecordedStep(loss, log.take(), gradients, _whole_weights(model.unwrap(), plugin)))
+        with model.summon_full_params(writeback=False):
+            weights = _whole_weights(model.unwrap(), plugin)
+        trace.steps.append(RecordedStep(loss, log.take(), gradients, weights))
     return trace
 
 
