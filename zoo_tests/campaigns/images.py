@@ -144,7 +144,7 @@ def train(head: HeadClass, layouts: list[str], known: Verdict, in_some: bool = F
 
     With `in_some`, half of the samples have neither images nor sounds.
     """
-    plain = _plain_with_inputs(head, in_some)
+    plain = plain_with_inputs(head, in_some)
     if plain is None:
         return
     known.plain = EXACT
@@ -156,7 +156,8 @@ def train(head: HeadClass, layouts: list[str], known: Verdict, in_some: bool = F
     known.share.parameters, known.share.flops = cut.parameters, cut.flops
 
 
-def _plain_with_inputs(head: HeadClass, in_some: bool) -> PlainRun | None:
+def plain_with_inputs(head: HeadClass, in_some: bool) -> PlainRun | None:
+    """Plain training with images or sounds; None if no batch for them was made."""
     without = plain_run(head)
     if isinstance(without, str):
         return None

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.media import check_parts
-from plugins.hybrid_parallel.data.microbatch import as_batch, num_rows, signature, split_batch, to_device
+from plugins.hybrid_parallel.data.microbatch import as_batch, num_rows, signature, split_batch, stand_in, to_device
 from plugins.hybrid_parallel.data.packed_rows import packed_row
 from plugins.hybrid_parallel.pipeline.outputs import merge_outputs
 from shardformer.loss.terms import HeadLoss, LossTerm
@@ -198,6 +198,59 @@ def test_patches_of_images_go_with_their_samples() -> None:
     assert [len(part["image_grid_thw"]) for part in parts] == [2, 4, 1]
     assert all(len(part["pixel_values"]) == part["image_grid_thw"].prod(-1).sum() for part in parts)
     assert torch.equal(torch.cat([part["pixel_values"] for part in parts]), batch["pixel_values"])
+
+
+def test_a_part_without_images_has_no_entries_of_them() -> None:
+    parts = split_batch(_patches([0, 0, 2, 1]), 2)
+    assert not {"pixel_values", "image_grid_thw"} & parts[0].keys() and len(parts[1]["image_grid_thw"]) == 3
+
+
+_TOKENS = {"pixel_values": 9, "input_features": 8}
+
+
+@pytest.mark.parametrize(
+    ("rows", "media", "expected"),
+    [
+        ([[1, 1, 1], [9, 1, 9]], {"pixel_values": torch.zeros(2, 3, 4, 4)}, [0, 2]),  # two in a sample
+        ([[9, 1, 9], [9, 9, 9]], {"pixel_values": torch.zeros(2, 3, 4, 4)}, None),  # neither equal shares nor spans
+        # Of other sizes, [height, width] or frames: by size, or as many as there are spans.
+        (
+            [[9, 9, 9], [9, 1, 1]],
+            {"pixel_values": torch.zeros(2, 1), "image_sizes": torch.tensor([[1, 3], [1, 1]])},
+            [1, 1],
+        ),
+        (
+            [[8, 1, 8], [8, 8, 1]],
+            {
+                "input_features": torch.zeros(3, 5, 2),
+                "input_features_mask": torch.tensor([[1] * 5, [1, 0, 0, 0, 0], [1] * 5]),
+            },
+            [2, 1],
+        ),
+        # Each sample has a row of images.
+        (
+            [[1, 1], [9, 9]],
+            {"pixel_values": torch.zeros(2, 2, 3, 4, 4), "pixel_attention_mask": torch.ones(2, 2, 4, 4)},
+            [1, 1],
+        ),
+    ],
+)
+def test_images_and_sounds_go_where_their_tokens_are(
+    rows: list[list[int]], media: dict[str, torch.Tensor], expected: list[int] | None
+) -> None:
+    batch = {"input_ids": torch.tensor(rows), **media}
+    if expected is None:
+        with pytest.raises(ConfigurationError, match="pixel_values has 2 entries for 2 samples.*num_microbatches=1"):
+            split_batch(batch, len(rows), tokens=_TOKENS)
+        return
+    for name in media:
+        parts = split_batch(batch, len(rows), tokens=_TOKENS)
+        assert [len(part.get(name, ())) for part in parts] == expected
+
+
+def test_a_placeholder_of_texts_has_no_images() -> None:
+    batch = {"input_ids": torch.zeros(0, 3), "pixel_values": torch.zeros(0, 4)}
+    assert set(stand_in(batch, _TOKENS)) == {"input_ids"} and set(stand_in(batch)) == set(batch)
 
 
 def test_images_that_are_numbered_over_a_batch_are_not_cut() -> None:
