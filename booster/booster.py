@@ -85,9 +85,27 @@ class Booster:
         self.plugin = plugin
         return result
 
-    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Compute gradients in an ordinary loop; call this instead of `loss.backward()`."""
-        self.plugin.backward(loss, optimizer)
+    def backward(
+        self, loss: Tensor | tuple[Tensor, Any], optimizer: torch.optim.Optimizer, by_rows: bool = True
+    ) -> None:
+        """Compute gradients in an ordinary loop; call this instead of `loss.backward()`.
+
+        Args:
+            loss: a mean over the rows of this replica's share, 0-d, to which the loss that the model returned (one of
+                all replicas) may be added; or (sum, count), whose gradient is that of the sums of all replicas, and of
+                all calls within `no_sync`, over their counts. A replica may have a count of 0.
+            optimizer: a boosted optimizer of the model.
+            by_rows: whether replicas whose shares have other numbers of rows count by these. False takes the plain
+                mean over replicas, for a loss that is divided by a count of the global batch already.
+
+        Raises:
+            ConfigurationError: the loss is neither; it is of another form on another replica, or than those that
+                `no_sync` has accumulated.
+        """
+        if by_rows:
+            self.plugin.backward(loss, optimizer)
+        else:
+            self.plugin.backward(loss, optimizer, by_rows=False)
 
     def execute_pipeline(
         self,

@@ -63,8 +63,10 @@ class Plugin(ABC):
         raise ConfigurationError(f"{type(self).__name__} cannot change its layout; save and load a checkpoint")
 
     @abstractmethod
-    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Compute the gradients of `loss` and synchronize them."""
+    def backward(
+        self, loss: Tensor | tuple[Tensor, Any], optimizer: torch.optim.Optimizer, by_rows: bool = True
+    ) -> None:
+        """Compute the gradients of `loss` and synchronize them; see `Booster.backward`."""
 
     @abstractmethod
     def execute_pipeline(

@@ -54,7 +54,12 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
 
     Raises:
         ConfigurationError: if the plugin is missing, accelerate is too old, or an option cannot hold under a layout.
+
+    Attributes:
+        losses_by_rows: whether replicas count by the rows of their shares in means of the script's own.
     """
+
+    losses_by_rows = True
 
     def __init__(self, plugin: Plugin | str | None = None, **options: Any) -> None:
         if plugin is None:
@@ -195,8 +200,11 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
 
     # ----- the loop -----
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor | tuple[Tensor, Any], **kwargs: Any) -> None:
         """Compute gradients of `loss`, divided by the number of accumulated batches, under any layout.
+
+        A loss (sum, count) is divided by the counts of all replicas and accumulated batches instead; see
+        `Booster.backward`.
 
         Raises:
             ConfigurationError: if no optimizer is prepared, or for options of `Tensor.backward`.
@@ -210,9 +218,9 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
             raise ConfigurationError(
                 f"accelerator.backward() cannot take {sorted(kwargs)} under a layout; leave it out"
             )
-        if self.gradient_accumulation_steps > 1:
+        if self.gradient_accumulation_steps > 1 and isinstance(loss, Tensor):
             loss = loss / self.gradient_accumulation_steps
-        self.booster.backward(loss, self._optimizers[0].optimizer)
+        self.booster.backward(loss, self._optimizers[0].optimizer, self.losses_by_rows)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -51,6 +51,7 @@ class TrainerLoss:
         with self.accelerator.computing_loss(LossInProgress(rows, num_items_in_batch)) as progress:
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         loss, *outputs = result if return_outputs else (result,)
+        self.accelerator.losses_by_rows = progress.is_shared and not progress.is_weighted
         if not (progress.is_shared or progress.is_weighted):
             if not getattr(num_items_in_batch, "was_read", False):
                 loss = self._weighted(loss, rows)

@@ -23,10 +23,10 @@ from booster.launch import debug_is_asked
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check_boosted_optimizer
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.boosted.user_loop import agree
+from plugins.hybrid_parallel.boosted.user_loop import UserLoop, agree
 from plugins.hybrid_parallel.config.json_layout import is_description, options_of
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_loss
+from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_kind, check_loss
 from plugins.hybrid_parallel.data.loading import Loading, check_batch_size
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.debug.options_check import check_options
@@ -35,13 +35,14 @@ from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_
 from plugins.hybrid_parallel.distributed.machines import announce_grid
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, build_mesh
 from plugins.hybrid_parallel.elastic.layouts import for_present_ranks
-from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas
+from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas, share_of_counted
+from plugins.hybrid_parallel.loss.replica_losses import LossKind, loss_and_count, over_replicas
 from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given
 from plugins.hybrid_parallel.setup.model import build_model, check_options_against_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer, finish_model
 from plugins.hybrid_parallel.train_step import PipelineStep
-from plugins.hybrid_parallel.zero.backward_checks import check_weights_in_loss, refuse_backward
-from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients
+from plugins.hybrid_parallel.zero.backward_checks import LabelCounts, check_weights_in_loss, refuse_backward
+from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients, counting
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.utils.freed_memory import return_freed_memory
 from shardformer.utils.json import read_json_object
@@ -206,40 +207,57 @@ class HybridParallelPlugin(Plugin):
         return made
 
     @failure.guard("booster.backward")
-    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Compute the gradients of `loss`, a mean over this rank's samples; outside `no_sync`, also reduce them.
+    def backward(
+        self, loss: Tensor | tuple[Tensor, Any], optimizer: torch.optim.Optimizer, by_rows: bool = True
+    ) -> None:
+        """Compute the gradients of `loss`; outside `no_sync`, also reduce them. See `Booster.backward`.
 
         All optimizers of the model receive their gradients, whichever one is given. So do the optimizers of other
         models of this plugin that contributed to the loss.
         """
         check_boosted_optimizer(optimizer)
-        if not isinstance(loss, Tensor):
-            raise ConfigurationError(
-                f"booster.backward got a {type(loss).__name__} for the loss, as a model returns without labels in the "
-                "batch; give it labels, or compute the loss from its outputs"
-            )
+        loss, count = loss_and_count(loss)
+        kind = LossKind.MEAN_OF_ROWS if by_rows else LossKind.MEAN_OF_REPLICAS
+        kind = kind if count is None else LossKind.SUM
         if self.pp_size > 1:
-            agree(self.grid, "calls booster.backward")
+            agree(self.grid, f"calls booster.backward with {kind.value}")
         if self.tp_size > 1:
             check_weights_in_loss(loss)
+        reducers = [each.reducer for each in optimizer.peers]
+        # Gradient hooks run once per pass, as in plain torch, so each pass is reduced by itself.
+        synchronises = self._synchronises or any(reducer.hooks for reducer in reducers)
+        if count is not None:
+            self._check_sum(synchronises)
         if optimizer.num_steps < FIRST_STEPS:
             check_loss(loss.detach(), self.grid)
-        reducers = [each.reducer for each in optimizer.peers]
+            if count is not None:
+                check_loss(torch.as_tensor(count).detach(), self.grid, "count of the loss")
+            if synchronises:
+                check_kind(kind, self.grid)
+        if kind is LossKind.MEAN_OF_ROWS and synchronises:
+            self._labels.compare(loss, self._user_loop_of(optimizer))
+        count = None if count is None else over_replicas(count, self.grid)
         with ExitStack() as stack:
             stack.enter_context(naming_ranks())
             stack.enter_context(accepting_gradients(optimizer.peers))
             others = self._optimizers_besides(optimizer)
             stack.enter_context(accepting_gradients(others, optimizer.loss_scale.value))
+            counts = stack.enter_context(counting(optimizer.peers, others, count))
+            for model in self._live_models():
+                stack.enter_context(model.user_loop.losses.of(kind))
+            scale, num_replicas = optimizer.loss_scale.value, self.grid.size(DP_CP)
+            if counts is None:
+                share = mean_over_replicas(loss, num_replicas, scale)
+            else:
+                share = share_of_counted(loss, counts.divisor, scale)
             optimizer.trace.add_loss(loss.detach())
-            # Gradient hooks run once per pass, as in plain torch, so each pass is reduced by itself.
-            synchronises = self._synchronises or any(reducer.hooks for reducer in reducers)
             # Parts of the batch have passes after that of the loss, the last of which completes the gradients.
             for reducer in () if self.config.runs_parts else reducers:
                 reducer.begin_backward(is_final=synchronises)
             with ExitStack() as of_outputs:
                 for each in (*optimizer.peers, *others) if self.config.runs_parts else ():
                     of_outputs.enter_context(each.reducer.expecting_none())
-                mean_over_replicas(loss, self.grid.size(DP_CP), optimizer.loss_scale.value).backward()
+                share.backward()
             if self.config.runs_parts:
                 self._run_pipelines_back(optimizer, synchronises)
             reducers += [each.reducer for each in others if each.reducer.pending]
@@ -250,15 +268,33 @@ class HybridParallelPlugin(Plugin):
 
     def _run_pipelines_back(self, optimizer: HybridParallelOptimizer, synchronises: bool) -> None:
         """Run the pipelines of all models whose outputs the loss has reached."""
-        for reference in self._models:
-            model = reference()
-            if model is not None and (model.user_loop.pending or optimizer in model.optimizers):
+        for model in self._live_models():
+            if model.user_loop.pending or optimizer in model.optimizers:
                 model.user_loop.backward(synchronises and optimizer in model.optimizers)
 
     def _optimizers_besides(self, optimizer: HybridParallelOptimizer) -> list[HybridParallelOptimizer]:
         """Return the optimizers of the other models that this plugin has boosted."""
-        models = [model for reference in self._models if (model := reference()) is not None]
-        return [each for model in models if optimizer not in model.optimizers for each in model.optimizers]
+        return [each for model in self._live_models() if optimizer not in model.optimizers for each in model.optimizers]
+
+    def _live_models(self) -> list[HybridParallelModel]:
+        """Return the models that this plugin has boosted."""
+        return [model for reference in self._models if (model := reference()) is not None]
+
+    def _user_loop_of(self, optimizer: HybridParallelOptimizer) -> UserLoop:
+        return next(model.user_loop for model in self._live_models() if optimizer in model.optimizers)
+
+    def _check_sum(self, synchronises: bool) -> None:
+        """Refuse a loss (sum, count) whose count over all passes must be known, or added up, in another way."""
+        if not synchronises == self._synchronises:
+            raise ConfigurationError(
+                "gradient hooks run on the gradients of each pass, which a (sum, count) inside of no_sync divides by "
+                "the count of later passes too; remove the hooks, or leave no_sync out"
+            )
+        if self.config.debugging.reproducible and self.grid.size(DP_CP) > 1:
+            raise ConfigurationError(
+                "booster.backward got (sum, count), whose sums over replicas round in another way than that of all, so "
+                "that reproducible=True does not hold; use outputs.loss, or a criterion of execute_pipeline"
+            )
 
     @failure.guard("booster.execute_pipeline")
     def execute_pipeline(
@@ -390,6 +426,10 @@ class HybridParallelPlugin(Plugin):
             refuse_backward(built.model)
         self._models.append(weakref.ref(built.model))
         return built.model, list(built.model.optimizers)
+
+    @cached_property
+    def _labels(self) -> LabelCounts:
+        return LabelCounts(self.grid)
 
     @cached_property
     def _loading(self) -> Loading:

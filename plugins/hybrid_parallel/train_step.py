@@ -67,6 +67,8 @@ class PipelineStep:
             self.model.synchrony.run_at(self.debugging.synchrony_interval, self.model.optimizers)
         if self.trains:
             check_tied(self.model.tied, self.model.unwrap())
+            for reducer in self.model.reducers:
+                reducer.settle()
         reads_rows = self.criterion is not None
         split = self.splitter.split(batch, given, self.trains, reads_rows=reads_rows, must_fill=self.trains)
         own, microbatches = split.own, split.microbatches

@@ -125,16 +125,18 @@ def check_options_of_backward(method: str, args: tuple, kwargs: Mapping[str, Any
         raise ConfigurationError(f"{method} cannot take {given} under a layout; leave it out")
 
 
-def check_loss(loss: Tensor, model: str) -> None:
+def check_loss(loss: Tensor | tuple[Tensor, Any], model: str) -> None:
     """Refuse a loss without gradients.
 
     Args:
+        loss: a mean, or (sum, count).
         model: how the user calls the boosted model.
 
     Raises:
         ConfigurationError: if it does not depend on the model.
     """
-    if not loss.requires_grad:
+    value = loss[0] if isinstance(loss, tuple) and loss else loss
+    if isinstance(value, Tensor) and not value.requires_grad:
         raise ConfigurationError(
             "the loss does not depend on the boosted model, so that there are no gradients; compute it from the "
             f"outputs of {model}"

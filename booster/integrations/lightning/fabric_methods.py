@@ -83,8 +83,10 @@ class FabricMethods(JobMethods, ParallelStrategy):
 
     # ----- steps -----
 
-    def backward(self, tensor: Tensor, module: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss under any layout.
+    def backward(
+        self, tensor: Tensor | tuple[Tensor, Any], module: nn.Module | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Compute gradients of a loss, a mean or (sum, count), under any layout.
 
         Raises:
             ConfigurationError: if no optimizer was set up, or an option cannot hold.
@@ -96,7 +98,6 @@ class FabricMethods(JobMethods, ParallelStrategy):
                 "fabric.setup(model, optimizer)"
             )
         check_loss(tensor, "the model that fabric.setup() returned")
-        self.shares.weigh_gradients()
         model = None if module is None else boosted_inside(module)
         own = None if model is None else next(iter(getattr(model, "optimizers", ())), None)
         self.booster.backward(tensor, own or boosted_in(self._set_up[0]))

@@ -31,6 +31,7 @@ class TrainerMethods(JobMethods, ParallelStrategy):
     """Strategy of a Trainer: it boosts the model inside the LightningModule together with its optimizers."""
 
     _checkpoint_path: Any = None
+    _count: Any = None  # of the loss (sum, count) of the step under way
     _order: Any = None  # order of the samples before the sanity check
 
     # ----- set-up -----
@@ -111,9 +112,11 @@ class TrainerMethods(JobMethods, ParallelStrategy):
     # ----- steps -----
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step."""
+        """Run the user's step, which returns a loss, (sum, count), or what Lightning takes besides."""
         with self.shares.step():
-            return super().training_step(*args, **kwargs)
+            loss = super().training_step(*args, **kwargs)
+        loss, self._count = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+        return loss
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step."""
@@ -125,8 +128,14 @@ class TrainerMethods(JobMethods, ParallelStrategy):
         with self.shares.step():
             return super().test_step(*args, **kwargs)
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor | tuple[Tensor, Any], optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Compute gradients of a loss under any layout.
+
+        Args:
+            closure_loss: a mean; or (sum, count), which `training_step` or `manual_backward` gave.
+            optimizer: the optimizer of the closure; None for all.
 
         Raises:
             ConfigurationError: if the loss does not depend on the boosted model, or an option cannot hold.
@@ -134,9 +143,14 @@ class TrainerMethods(JobMethods, ParallelStrategy):
         check_options_of_backward("backward()", args, kwargs)
         check_loss(closure_loss, "self.model")
         module, plugin = self.lightning_module, self.precision_plugin
-        loss = plugin.pre_backward(closure_loss, module)
-        self.shares.weigh_gradients()
-        self.booster.backward(loss, boosted_in(self.optimizers[0] if optimizer is None else optimizer))
+        loss, *count = closure_loss if isinstance(closure_loss, tuple) else (closure_loss,)
+        if self._count is not None and module.automatic_optimization:
+            # Lightning has divided it by the number of accumulated batches, whose counts divide it here.
+            loss, count = loss * module.trainer.accumulate_grad_batches, [self._count]
+        loss = plugin.pre_backward(loss, module)
+        self.booster.backward(
+            (loss, *count) if count else loss, boosted_in(self.optimizers[0] if optimizer is None else optimizer)
+        )
         return plugin.post_backward(loss, module)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -206,10 +206,14 @@ class HybridParallelModel(WholeModelView):
         if may_be_packed(given):
             record_facts([kwargs], [given])
         kwargs = self.options.inputs(kwargs)
+        weight = None
         if torch.is_grad_enabled():
             if self.checks_this_batch():
                 check_batch_of_replica(kwargs, self.mesh)
             self.trace.begin([kwargs], [])
+            weight = self.user_loop.begin(kwargs, args)
+        if weight is not None:
+            args, kwargs = weight.off_inputs(args), weight.off_inputs(kwargs)
         counts = torch.is_grad_enabled() and bool(args or num_rows(kwargs))
         guard = failure.guard("model(**batch)", publishes=False)
         with guard, self.running(), naming_entry(kwargs), self.counting_experts(counts):
@@ -220,6 +224,8 @@ class HybridParallelModel(WholeModelView):
                 outputs = self._forward_with_loss(args, kwargs)
             else:
                 outputs = self._forward_with_own_loss(args, kwargs)
+        if weight is not None:
+            outputs = weight.on_outputs(outputs)
         self.watch_gradients(outputs)
         return outputs.to_tuple() if as_tuple and hasattr(outputs, "to_tuple") else outputs
 
@@ -385,4 +391,5 @@ class HybridParallelModel(WholeModelView):
         """Return the sum of the shares of a loss over all replicas (0-d, differentiable)."""
         if self.mesh.size(DP_CP) == 1:
             return share
-        return SumOverReplicas.apply(share, self.mesh.group(DP_CP), self.units is not None)  # units: summed already
+        is_summed = self.units is not None
+        return SumOverReplicas.apply(share, self.mesh.group(DP_CP), is_summed, self.user_loop.losses)

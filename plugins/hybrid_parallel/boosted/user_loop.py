@@ -40,6 +40,7 @@ from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, withou
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import exact_sum
+from plugins.hybrid_parallel.loss.replica_losses import ReplicaLosses, RowWeight
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import detached
@@ -61,12 +62,26 @@ class UserLoop:
 
     Attributes:
         pending: calls by number, that the backward pass under way has reached.
+        losses: how the losses of replicas are put together.
+        rows: samples of this replica in the last call in training.
+        labels: labels of that call; None if there were none.
     """
 
     def __init__(self, model: Any, pipeline: PipelineOptions) -> None:
         self.model, self.pending = model, dict[int, PipelineCall]()
         self.splitter = BatchSplitter(model, pipeline)
+        self.losses, self.rows, self.labels = ReplicaLosses(model.mesh), 1, None
         self._num_calls = 0
+
+    def begin(self, batch: Mapping[str, Any], args: tuple = ()) -> RowWeight | None:
+        """Begin a call in training: return the weight of this replica's rows; None if they need none."""
+        self.labels = batch.get("labels")
+        if not self.model.optimizers:
+            return None
+        given = {**dict(enumerate(args)), **batch}
+        has_rows = any(isinstance(value, Tensor) and value.dim() for value in given.values())
+        self.rows = num_rows(given) if has_rows else 1
+        return self.losses.begin(self.rows, self.model.step_number)
 
     @failure.guard("model(**batch)")
     def forward(self, batch: dict[str, Any], on_host: Mapping[str, Any]) -> Any:
@@ -85,8 +100,9 @@ class UserLoop:
             if model.checks_this_batch():
                 check_batch(batch, mesh)
             model.trace.begin([batch], [])
+        weight = self.begin(batch) if torch.is_grad_enabled() else None
         split = self.splitter.split(batch, on_host, torch.is_grad_enabled(), least=1)
-        call = PipelineCall(model, self._num_calls, split)
+        call = PipelineCall(model, self._num_calls, split, weight)
         self._num_calls += 1
         call.run(batch)
         return call.outputs()
@@ -111,10 +127,11 @@ class PipelineCall:
         model: the boosted model.
         number: how many calls of this model came before.
         split: the batch in parts.
+        weight: that of this replica's rows in a mean of the script's own; None if there is one replica.
     """
 
-    def __init__(self, model: Any, number: int, split: BatchSplit) -> None:
-        self.model, self.number, self.split = model, number, split
+    def __init__(self, model: Any, number: int, split: BatchSplit, weight: RowWeight | None) -> None:
+        self.model, self.number, self.split, self.weight = model, number, split, weight
         self.rows, self.coupled = 0, ()
         self.results: list[dict[str, Any]] = []  # by micro-batch, on the last stage
         self.grads: dict[tuple[str, int], Tensor] = {}  # (output, position in it) -> gradient of the user's loss
@@ -274,6 +291,9 @@ class PipelineCall:
                 "backward() reached outputs from before optimizer.step(), which has changed the weights in place; "
                 "call booster.backward before optimizer.step(), or call the model again"
             )
+        is_of_all = key[0] == LOSS or (key[0] == AUX_LOSS and self.balance is not None)
+        if self.weight is not None and not is_of_all:
+            grad = self.weight.on_gradient(grad)
         self.grads[key] = grad.detach() if key not in self.grads else self.grads[key] + grad.detach()
         self.model.user_loop.pending[self.number] = self
 

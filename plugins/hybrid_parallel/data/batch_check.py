@@ -6,6 +6,7 @@ The ranks of a replica must get the same batch and compute the same loss; differ
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ def check_batch_of_replica(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
             raise ConfigurationError(_first_difference(found))
 
 
-def check_loss(loss: Tensor, mesh: HybridMesh) -> None:
-    """Compare a loss that the user computed across the ranks of a replica.
+def check_loss(loss: Tensor, mesh: HybridMesh, what: str = "loss") -> None:
+    """Compare a loss that the user computed, or its count, across the ranks of a replica.
 
     Raises:
         ConfigurationError: the loss differs; raised on all of these ranks.
@@ -83,10 +84,25 @@ def check_loss(loss: Tensor, mesh: HybridMesh) -> None:
         for other_place, other in found[1:]:
             if abs(value - other) > tolerance * max(abs(value), abs(other)):
                 raise ConfigurationError(
-                    f"the loss is {value:.6g} on {place} and {other:.6g} on {other_place}; compute it from the model's "
-                    "outputs, which are the same on both, and not from model.parameters(), of which each has its own "
-                    "share (a penalty on weights is the optimizer's weight_decay)"
+                    f"the {what} is {value:.6g} on {place} and {other:.6g} on {other_place}; compute it from the "
+                    "model's outputs, which are the same on both, and not from model.parameters(), of which each has "
+                    "its own share (a penalty on weights is the optimizer's weight_decay)"
                 )
+
+
+def check_kind(kind: Enum, mesh: HybridMesh) -> None:
+    """Compare what the scripts of all replicas give for the loss: a mean, or (sum, count).
+
+    Raises:
+        ConfigurationError: it differs; raised on all of these ranks.
+    """
+    found = all_gather_json([mesh.place, kind.value], mesh.group("dp")) if mesh.size("dp") > 1 else []
+    for place, value in found:
+        if value != found[0][1]:
+            raise ConfigurationError(
+                f"booster.backward got {found[0][1]} on {found[0][0]} and {value} on {place}; give the same form of "
+                "the loss on all replicas, with a count of 0 where there is nothing to count"
+            )
 
 
 class ReplicaCheck:

@@ -14,11 +14,12 @@ count over all of them. Replicas are the data- and context-parallel ranks (`DP_C
 5. Unscale and clip. `optimizer.step` multiplies by 1 / the loss scale and by the clipping factor (`gradient_factor`).
 
 `booster.execute_pipeline` takes these steps with each share. In an ordinary loop the loss is whatever the user
-computed. `booster.backward` differentiates the mean of the replicas' losses, as DistributedDataParallel does, because
-a loss of a replica's own samples is a mean over these (`mean_over_replicas`, which also scales). The loss that
-the model returned is the sum of all shares, and the same on every replica (`SumOverReplicas`). The mean of the
-replicas' losses thus contains each share once: its gradient is the incoming one, 1 / replicas, times their number. The
-two factors cannot be left out together, because one loss may have terms of both kinds.
+computed (`replica_losses.py`). `booster.backward` differentiates the mean of the replicas' losses, because a loss of a
+replica's own samples is a mean over these (`mean_over_replicas`, which also scales). The loss that the model returned
+is the sum of all shares, and the same on every replica (`SumOverReplicas`). The mean of the replicas' losses thus
+contains each share once: its gradient is the incoming one, 1 / replicas, times their number. The two factors cannot be
+left out together, because one loss may have terms of both kinds. A (sum, count) is divided by the count of all
+replicas; the loss that the model returned may then have another factor on each replica, and these are summed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.loss.replica_losses import LossKind, ReplicaLosses
 
 
 def share_of_sum(total: Tensor, global_count: Tensor) -> Tensor:
@@ -52,22 +54,29 @@ def per_copy(value: Any, copies: int) -> Any:
 class SumOverReplicas(torch.autograd.Function):
     """Sums shares over replicas, to the loss that all of them return (0-d).
 
-    The derivative is that of the mean over replicas of these losses, which `mean_over_replicas` differentiates.
+    The derivative is that of the mean over replicas of these losses, which `mean_over_replicas` differentiates, or of
+    the sum over replicas where the script's loss is a (sum, count).
     """
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup, is_summed: bool = False) -> Tensor:
+    def forward(
+        ctx: Any, share: Tensor, group: dist.ProcessGroup, is_summed: bool = False, losses: ReplicaLosses | None = None
+    ) -> Tensor:
         """Sum the shares, 0-d, over the ranks of the group; `is_summed` tells that each rank has the sum already."""
-        ctx.num_replicas = dist.get_world_size(group)
+        ctx.group, ctx.losses = group, losses
         total = share.clone()
         if not is_summed:
             dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Multiply the gradient, so that the mean over the ranks is the gradient of the sum."""
-        return grad * ctx.num_replicas, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Multiply the gradient, so that the mean over the ranks is the gradient of the sum, or sum it."""
+        if ctx.losses is None or ctx.losses.kind is not LossKind.SUM:
+            return grad * dist.get_world_size(ctx.group), None, None, None
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None, None, None
 
 
 def exact_sum(values: Iterable[float], group: dist.ProcessGroup) -> float:
@@ -80,6 +89,11 @@ def exact_sum(values: Iterable[float], group: dist.ProcessGroup) -> float:
 def scaled(share: Tensor, scale: float) -> Tensor:
     """Return `share` times the loss scale."""
     return share if scale == 1.0 else share * scale
+
+
+def share_of_counted(total: Tensor, divisor: Tensor, scale: float) -> Tensor:
+    """Return this replica's term of a (sum, count), its sum / `divisor` (0-d), times the loss scale."""
+    return scaled(total / divisor.to(total), scale)
 
 
 def mean_over_replicas(loss: Tensor, num_replicas: int, scale: float) -> Tensor:

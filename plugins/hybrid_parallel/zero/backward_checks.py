@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from booster.errors import ConfigurationError
+from booster.logging import get_logger
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from shardformer.layers.partial_gradients import hook_gradient
+from shardformer.loss.terms import IGNORE_INDEX
 from shardformer.shard_spec import grad_group_of
+
+_log = get_logger(__name__)
+
+_COMPARED_PASSES = 100  # backward passes whose labels are counted at most: each waits for a GPU
+_MEAN = 1  # reduction="mean", as torch numbers it
+
+
+class HasLabels(Protocol):
+    """What a model was called with."""
+
+    rows: int
+    labels: Any
 
 
 def refuse_backward(model: nn.Module) -> None:
@@ -30,13 +49,7 @@ def check_weights_in_loss(loss: Tensor) -> None:
     Raises:
         ConfigurationError: if the loss reads one; raised on all ranks, which compute the same loss.
     """
-    waiting: list[Node | None] = [loss.grad_fn]
-    seen: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or isinstance(node, BackwardCFunction):
-            continue
-        seen.add(node)
+    for node in _nodes_of(loss):
         weight = getattr(node, "variable", None)  # of a leaf of the graph
         if weight is not None and grad_group_of(weight) is not None:
             raise ConfigurationError(
@@ -44,7 +57,74 @@ def check_weights_in_loss(loss: Tensor) -> None:
                 "sequence parallelism each tensor-parallel rank would count it; compute it from the model's outputs (a "
                 "penalty on weights is the optimizer's weight_decay)"
             )
-        waiting += [following for following, _ in node.next_functions]
+
+
+class LabelCounts:
+    """Says once where a mean over labels is not that of the global batch, because replicas have other counts a row.
+
+    The number of labels is that of torch's cross entropy in the loss, or else of the labels that the model was given.
+
+    Args:
+        mesh: the grid of ranks.
+    """
+
+    def __init__(self, mesh: HybridMesh) -> None:
+        self._mesh = mesh
+        self._passes_left = _COMPARED_PASSES if mesh.size("dp") > 1 else 0
+
+    def compare(self, loss: Tensor, batch: HasLabels) -> None:
+        """Compare the counts of all replicas; each of them must call this.
+
+        Args:
+            loss: a mean that the script has computed, 0-d.
+            batch: what the model was called with last.
+        """
+        if not self._passes_left:
+            return
+        self._passes_left -= 1
+        mine = torch.tensor([float(_labels_in(loss, batch.labels)), batch.rows], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self._mesh.size("dp"))]
+        dist.all_gather(everyone, mine, group=self._mesh.group("dp"))
+        counts = sorted((labels / rows, labels, rows) for labels, rows in map(Tensor.tolist, everyone) if rows)
+        if not counts or counts[0][0] == counts[-1][0]:
+            return
+        self._passes_left = 0
+        if dist.get_rank() == 0:
+            (_, least, rows_of_least), (_, most, rows_of_most) = counts[0], counts[-1]
+            _log.warning(
+                "one replica has %g labels in %d rows, and another %g in %d; replicas count by their rows, so that a "
+                "mean over labels is not that of the global batch: booster.backward((sum, count), optimizer) is, with "
+                "the sum over labels and their number",
+                *(most, rows_of_most, least, rows_of_least),
+            )
+
+
+def _labels_in(loss: Tensor, labels: Any) -> Tensor | float:
+    """Return the number of labels that this replica's loss is a mean over; 0 if it is none of the script's own."""
+    counts, reads_loss = list[Tensor](), False
+    for node in _nodes_of(loss):
+        if node.name().startswith("NllLoss") and node._saved_reduction == _MEAN:
+            counts.append(node._saved_total_weight)
+        reads_loss |= node.name() == f"{SumOverReplicas.__name__}Backward"
+    if counts:
+        return torch.stack([each.double() for each in counts]).sum()
+    # Without the model's loss, the labels are there for the script's.
+    is_counted = isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point()
+    return (labels != IGNORE_INDEX).sum() if is_counted and not reads_loss else 0.0
+
+
+def _nodes_of(loss: Tensor) -> Iterator[Node]:
+    """Yield the nodes of the script's own computation, and of the model's up to functions in Python."""
+    waiting: list[Node | None] = [loss.grad_fn]
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not isinstance(node, BackwardCFunction):
+            waiting += [following for following, _ in node.next_functions]
 
 
 def _refuse(gradient: Tensor) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The gradients of several optimizers of one model: accepted together, and clipped by one norm."""
+"""The gradients of several optimizers: accepted together, divided by one count, and clipped by one norm."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from booster import failure
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.loss.arithmetic import clip_factor
+from plugins.hybrid_parallel.loss.replica_losses import Counts
 from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.reducer import GradientReducer
 
 
 class TakesGradients(Protocol):
     """A boosted optimizer, as the functions here use it."""
 
     buckets: list[Bucket]
+    reducer: GradientReducer
 
     def accepting_gradients(self, scale: float | None = None) -> AbstractContextManager[None]:
         """Accept the gradients of backward passes in this context."""
@@ -36,6 +40,49 @@ def accepting_gradients(optimizers: Sequence[TakesGradients], scale: float | Non
         for optimizer in optimizers:
             stack.enter_context(optimizer.accepting_gradients(scale))
         yield
+
+
+@contextmanager
+def counting(
+    optimizers: Sequence[TakesGradients], others: Sequence[TakesGradients], count: Tensor | None
+) -> Iterator[Counts | None]:
+    """Run the backward pass of a loss in this context, after those whose gradients are pending.
+
+    Args:
+        optimizers: of the model that the loss is for.
+        others: of other models, which the loss may reach.
+        count: count of the loss over all replicas, 0-d; None for a mean.
+
+    Yields:
+        Counts of the loss and of the pending ones; None for a mean.
+
+    Raises:
+        ConfigurationError: if the pending gradients are of another kind, or have counts of their own.
+    """
+    pending = [each.reducer for each in optimizers if each.reducer.pending]
+    if count is None:
+        counts = None
+    elif pending and pending[0].counts is not None:
+        counts = pending[0].counts
+        counts.add(count)
+    else:
+        counts = Counts(count)
+    _refuse_other_counts(pending, counts)
+    for reducer in (each.reducer for each in (*optimizers, *others)):
+        reducer.counts = reducer.counts if reducer.pending else counts
+    mixed = [each.reducer for each in others if each.reducer.counts is not counts]
+    for reducer in mixed:
+        reducer.is_reached = False
+    yield counts
+    _refuse_other_counts([reducer for reducer in mixed if reducer.is_reached], counts)
+
+
+def _refuse_other_counts(reducers: Sequence[GradientReducer], counts: Counts | None) -> None:
+    if any(reducer.counts is not counts for reducer in reducers):
+        raise ConfigurationError(
+            "gradients of a mean and of (sum, count), or of two losses with counts of their own, would add up before "
+            "they are reduced; within one no_sync give one of these forms, for one model"
+        )
 
 
 @failure.guard("model.clip_grad_norm_")

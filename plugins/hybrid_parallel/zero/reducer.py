@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.loss.replica_losses import Counts
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_parameter import clear_native_grad, native_grad
 from plugins.hybrid_parallel.zero.grad_norm import global_norm
@@ -54,6 +55,8 @@ class GradientReducer:
         self.buckets, self.dp_group, self.overlap, self.waits = list(buckets), dp_group, overlap, waits
         self.hooks = hooks
         self.accepting = False  # inside a backward pass that the library runs
+        self.counts: Counts | None = None  # of the losses of gradients that are pending; None for means
+        self.is_reached = False  # whether a gradient has arrived since this was reset
         self.expects_none = False  # inside the backward pass of a loss of outputs that stages have computed
         self.arrival: dict[nn.Parameter, int] = {}  # the order in which the first backward pass reached them
         self._final = False  # inside the backward pass that completes the gradients
@@ -172,8 +175,10 @@ class GradientReducer:
         """Reduce the remaining buckets and wait for all reductions.
 
         Args:
-            factor: factor on the gradients since the last `finish`, 0-d; None for no scaling.
+            factor: factor on the gradients since the last `finish`, 0-d; None for that of `counts`, if any.
         """
+        if self.counts is not None:
+            factor, self.counts = self.counts.factor(), None
         self.launch_rest()
         self._next, self._queue = 0, None
         self._complete = {bucket: set() for bucket in self.buckets}
@@ -190,6 +195,12 @@ class GradientReducer:
             bucket.keep(indices)
         for pool in () if accumulated else {bucket.options.grad_buffers for bucket in self.buckets}:
             pool.trim(KEPT_BUFFERS)
+
+    def settle(self) -> None:
+        """Reduce pending gradients before those of another loss: a factor is on the gradients of one loss."""
+        if self.pending:
+            self.finish()
+        self.counts = None
 
     # Weak references: strong ones form a cycle through the parameter's hooks that the collector cannot free.
 
@@ -231,6 +242,7 @@ class GradientReducer:
             )
         if gradient is None:  # the first half of a split backward pass defers it
             return
+        self.is_reached = True
         bucket.accumulate(index, gradient, stays=True)
         self.arrival.setdefault(param, len(self.arrival))
         if self._final and self.overlap:
