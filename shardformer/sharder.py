@@ -134,6 +134,8 @@ class ModelSharder:
             problems += exchange_problems(self.model, self.policy, self.config)
         if self.config.context is not None:
             problems += context_problems(self.model, self.policy, self.config)
+        if self.config.sequence is not None or self._layer_sequence is not None:
+            problems += self._check_places()
         problems += check_experts(self.model, self.config)
         if problems:
             raise ValueError("; ".join(problems))
@@ -325,10 +327,12 @@ class ModelSharder:
         if self.policy.replicate_unlisted:
             return problems
         kept = self.kept.paths
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        done = {modules[path] for path in claimed if path in modules}  # an object may have several paths
         unclaimed = [
             path
             for path in self._layer_modules_with_parameters()
-            if path not in claimed and not any(path.startswith(f"{each}.") for each in kept)
+            if modules[path] not in done and not any(path.startswith(f"{each}.") for each in kept)
         ]
         if unclaimed:
             problems.append(
@@ -338,14 +342,51 @@ class ModelSharder:
             )
         return problems
 
+    def _check_places(self) -> list[str]:
+        """Return what is shared by hand between places that see parts of sequences and places that see whole ones."""
+        way_out = "leave out enable_sequence_parallelism" if self.config.sequence is not None else "use cp_size=1"
+        first: dict[nn.Module, str] = {}
+        for path in self._layer_lists:
+            for index, layer in self.model.get_submodule(path)._modules.items():
+                if first.setdefault(layer, f"{path}.{index}") != f"{path}.{index}":
+                    return [
+                        f"{first[layer]} and {path}.{index} are one object, which would cut its sequences twice; "
+                        f"{way_out}, or make them two layers with the same parameters"
+                    ]
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        for parameter in self._of_parts():
+            inside = [any(name.startswith(f"{path}.") for path in self._layer_lists) for name in names[parameter]]
+            if not all(inside) and any(inside):
+                pair = names[parameter][inside.index(True)], names[parameter][inside.index(False)]
+                return [
+                    f"{pair[0]}, of which a rank sees a part of each sequence, is also {pair[1]}, which sees whole "
+                    f"sequences; {way_out}, or give each a parameter of its own"
+                ]
+        return []
+
+    def _of_parts(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters inside the layers whose gradients are of a part of each sequence."""
+        if self.config.uses_ulysses or self._layer_sequence is not None:
+            for path in self._layer_lists:
+                yield from self.model.get_submodule(path).parameters()
+        else:
+            for _, native, replacement in self.sub_modules():
+                if replacement.partial_gradient:
+                    yield from native.parameters()
+
+    @cached_property
+    def _layer_lists(self) -> list[str]:
+        """The paths of the lists of layers."""
+        chain = () if self.policy.stages is None else self.policy.stages.chain
+        return [".".join(filter(None, (self.policy.base_path, each.layers))) for each in chain]
+
     def _layer_modules_with_parameters(self) -> list[str]:
         """Return the paths of modules inside the layers that have parameters of their own."""
-        if self.policy.stages is None:
-            return []
-        paths = [".".join(filter(None, (self.policy.base_path, each.layers))) for each in self.policy.stages.chain]
         return [
             f"{path}.{index}.{inner}".rstrip(".")
-            for path in paths
+            for path in self._layer_lists
             for index, layer in self.model.get_submodule(path).named_children()
             for inner, module in layer.named_modules()
             if any(True for _ in module.parameters(recurse=False))

@@ -269,8 +269,10 @@ class SharedInput:
     def __call__(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
         """Return the output of one layer; the first call for an input computes those of all layers."""
         # A pending gather writes its values later, which counts as a new version.
-        version = x._version if PendingGather.of(x) is None else -1
-        key = (id(x), version, torch.is_grad_enabled())
+        is_pending = PendingGather.of(x) is not None
+        if not is_pending and x.is_inference():  # nothing tells whether it was written to since
+            return layer.project(x)
+        key = (id(x), -1 if is_pending else x._version, torch.is_grad_enabled())
         if self._key != key or id(layer) not in self._outputs:
             if layer is not self.layers[0]:
                 return layer.project(x)

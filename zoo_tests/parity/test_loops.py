@@ -6,10 +6,13 @@ way, counts of micro-batches).
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -67,6 +70,115 @@ def test_a_penalty_on_a_norm_is_refused_under_sequence_parallelism(mode: str) ->
     options = (("enable_sequence_parallelism", True), ("sequence_parallelism_mode", mode))
     case = Case(recipe=Recipe(family="llama", head="causal_lm"), layout="tp2", options=options)
     run_on_ranks(2, _penalise, case)
+
+
+# ----- losses of the script's own -----
+
+
+def _sum_and_count(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum()
+
+
+def _own_losses(case: Case) -> None:
+    """Shares of five rows and four, of three rows and none; ten labels less on one replica than a row has elsewhere."""
+    boosted, plain, whole = boost(case), case.recipe.model(), case.recipe.batch(0)
+    model, optimizer, backward = boosted.model, boosted.optimizer, boosted.booster.backward
+    labels = whole["labels"].clone()
+    labels[0, 2:], labels[2, :4] = -100, -100
+    whole = whole | {"labels": labels}
+
+    def mean_of_rows(net: nn.Module, batch: Batch) -> Tensor:
+        return net(**inputs_of(case.recipe.zoo_head, batch)).logits.tanh().flatten(1).mean(1).square().mean()
+
+    def of_model(net: nn.Module, batch: Batch) -> Tensor:
+        loss = net(**batch).loss if net is model else loss_of(net, case.recipe.zoo_head, batch)
+        return loss + 3.0 * mean_of_rows(net, batch)
+
+    def of_labels(batch: Batch) -> tuple[Tensor, int]:
+        outputs = model(**batch)
+        total, count = _sum_and_count(outputs, batch)
+        return total + 2.0 * count * outputs.loss, int(count)
+
+    def expected(batch: Batch) -> Tensor:
+        total, count = _sum_and_count(plain(**batch), batch)
+        return total / count + 2.0 * loss_of(plain, case.recipe.zoo_head, batch)
+
+    for rows in (9, 3):
+        batch = {key: value[:rows] for key, value in whole.items()}
+        share = {key: value[:3] if boosted.plugin.dp_rank == 0 else value[3:] for key, value in batch.items()}
+        share = boosted.share(batch) if rows == 9 or boosted.plugin.dp_size == 1 else share
+        first, rest = ({key: value[part] for key, value in share.items()} for part in (slice(0, 1), slice(1, None)))
+
+        def accumulated(_: Batch, first: Batch = first, rest: Batch = rest) -> tuple[Tensor, Tensor]:
+            with boosted.booster.no_sync(model, optimizer):
+                backward(_sum_and_count(model(**first), first), optimizer)
+            return _sum_and_count(model(**rest), rest)
+
+        for own, of_plain in (
+            (lambda batch: mean_of_rows(model, batch), lambda batch: mean_of_rows(plain, batch)),
+            (
+                lambda batch: model(**batch).loss + 3.0 * mean_of_rows(model, batch),
+                lambda batch: of_model(plain, batch),
+            ),
+            (of_labels, expected),
+            (accumulated, lambda batch: torch.div(*_sum_and_count(plain(**batch), batch))),
+        ):
+            plain.zero_grad()
+            backward(own(share), optimizer)
+            of_plain(batch).backward()
+            _check_gradients(boosted, plain)
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero_stage"),
+    [
+        pytest.param(layout, stage, marks=[] if (layout, stage) == ("dp2", 1) else pytest.mark.slow)
+        for layout in ("dp2", "tp2dp2", "pp2dp2", "cp2dp2")
+        for stage in (0, 1, 2, 3)
+    ],
+)
+def test_losses_of_the_scripts_own(layout: str, zero_stage: int) -> None:
+    case = Case(recipe=Recipe(family="gpt2", head="lm_head"), layout=layout, zero_stage=zero_stage)
+    run_on_ranks(LAYOUTS[layout].world_size, _own_losses, case)
+
+
+def _misuse(case: Case) -> list[str]:
+    """What is refused on all ranks, and the one line about labels."""
+    boosted = boost(case)
+    model, optimizer, backward = boosted.model, boosted.optimizer, boosted.booster.backward
+    whole = case.recipe.batch(0)
+    whole["labels"][0, 2:] = -100
+    share = boosted.share(whole)
+    records: list[logging.LogRecord] = []
+    logger = logging.getLogger("plugins.hybrid_parallel.zero.backward_checks")
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    for _ in range(2):
+        backward(torch.div(*_sum_and_count(model(**share), share)), optimizer)
+        optimizer.zero_grad()
+    logger.removeHandler(handler)
+    total, count = _sum_and_count(model(**share), share)
+    for wrong in ((total, None), (total, count, count), (total[None], count), "loss"):
+        with pytest.raises(ConfigurationError, match=r"booster\.backward got"):
+            backward(wrong, optimizer)
+    with boosted.booster.no_sync(model, optimizer):
+        backward((total, count), optimizer)
+    with pytest.raises(ConfigurationError, match="within one no_sync"):
+        backward(model(**share).loss, optimizer)
+    optimizer.zero_grad()
+    loss = torch.div(*_sum_and_count(model(**share), share))
+    with pytest.raises(ConfigurationError, match="give the same form of the loss on all replicas"):
+        backward((loss, 1) if boosted.plugin.dp_rank else loss, optimizer)
+    return [record.getMessage() for record in records]
+
+
+def test_misuse_of_a_loss_is_refused_and_unequal_labels_are_told_once() -> None:
+    case = Case(recipe=Recipe(family="gpt2", head="lm_head"), layout="dp2")
+    said, nothing = run_on_ranks(2, _misuse, case)
+    assert len(said) == 1 and "booster.backward((sum, count), optimizer)" in said[0] and nothing == []
 
 
 # ----- accumulation -----
