@@ -92,11 +92,26 @@ def _change_gpt2(model: nn.Module, seen: list[Tensor]) -> None:
         block.attn.c_proj.register_forward_pre_hook(lambda _, args: (args[0] * 0.8,))
 
 
+def _share_by_hand(model: nn.Module, seen: list[Tensor]) -> None:
+    """One object in two places: of several layers, a single projection, and a norm inside and behind the layers."""
+    first, last = (layer for layer in model.model.layers)
+    last.mlp, last.self_attn.q_proj, model.model.norm = first.mlp, first.self_attn.q_proj, first.input_layernorm
+
+
+def _repeat(model: nn.Module, seen: list[Tensor]) -> None:
+    model.model.layers[1] = model.model.layers[0]
+
+
 _MODELS: dict[str, tuple[Recipe, Callable[[nn.Module, list[Tensor]], None]]] = {
     "llama": (_LLAMA, _change_llama),
     "tied": (_TIED, _change_tied),
     "gpt2": (_GPT2, _change_gpt2),
+    "shared": (_LLAMA, _share_by_hand),
+    "repeated": (_LLAMA, _repeat),
 }
+
+
+_SLOW = ("gpt2", "repeated")
 
 
 def _changed(name: str) -> tuple[nn.Module, list[Tensor]]:
@@ -154,7 +169,7 @@ def test_changed_layers_under_tensor_parallelism(name: str) -> None:
         assert specs["model.embed_tokens.weight"].dim is None
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "shared", *(pytest.param(each, marks=pytest.mark.slow) for each in _SLOW)])
 @pytest.mark.parametrize(
     "options", [{"pp_size": 2, "num_microbatches": 2}, {"dp_size": 2}], ids=["pp2", "dp2"]
 )  # fmt: skip
@@ -188,6 +203,17 @@ def test_what_cannot_hold_is_refused_by_name() -> None:
         model = _LLAMA.model()
         model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
         _refused(model, r"layers.0.mlp has a forward hook, which would see a part of each sequence under", **options)
+
+    for change, message in (
+        (_repeat, r"layers\.0 and model\.layers\.1 are one object"),
+        (
+            _share_by_hand,
+            r"layers\.0\.input_layernorm\.weight.* is also model\.norm\.weight, which sees whole sequences",
+        ),
+    ):
+        model = _LLAMA.model()
+        change(model, [])
+        _refused(model, message, tp_size=2, enable_sequence_parallelism=True)
 
     for name, value, options in (("max_norm", 1.0, {"dp_size": 2}), ("sparse", True, tp)):
         model = _LLAMA.model()

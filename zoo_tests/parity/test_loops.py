@@ -181,6 +181,41 @@ def test_misuse_of_a_loss_is_refused_and_unequal_labels_are_told_once() -> None:
     assert len(said) == 1 and "booster.backward((sum, count), optimizer)" in said[0] and nothing == []
 
 
+# ----- inference mode -----
+
+
+def _infer_then_train(case: Case) -> None:
+    """Nothing that an evaluation in `torch.inference_mode()` has made is there in training."""
+    boosted, plain, batch = boost(case), case.recipe.model().eval(), case.recipe.batch(0)
+    share = boosted.share(batch)
+    boosted.model.eval()
+    with torch.inference_mode():
+        found = boosted.model(**share).loss
+        evaluated = boosted.booster.execute_pipeline(iter([share]), boosted.model).loss
+    with torch.no_grad():
+        expected = loss_of(plain, case.recipe.zoo_head, batch)
+    torch.testing.assert_close(torch.stack([found.double(), evaluated]), expected.expand(2), **EXACT)
+    boosted.model.train()
+    _train_on(case, [batch])
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("tp2", {}),
+        pytest.param("pp2", {"gradient_checkpointing": "full"}, marks=pytest.mark.slow),
+        pytest.param("dp2", {"zero_stage": 3}, marks=pytest.mark.slow),
+        pytest.param("cp2", {}, marks=pytest.mark.slow),
+        pytest.param("tp2", {"enable_sequence_parallelism": True}, marks=pytest.mark.slow),
+        pytest.param("tp2", {"reproducible": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_inference_mode(layout: str, options: dict[str, Any]) -> None:
+    recipe = Recipe(family="llama", head="causal_lm")
+    case = Case(recipe=recipe, layout=layout, options=tuple(options.items()))
+    run_on_ranks(LAYOUTS[layout].world_size, _infer_then_train, case)
+
+
 # ----- accumulation -----
 
 
