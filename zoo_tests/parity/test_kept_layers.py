@@ -100,6 +100,7 @@ def _share_by_hand(model: nn.Module, seen: list[Tensor]) -> None:
 
 def _repeat(model: nn.Module, seen: list[Tensor]) -> None:
     model.model.layers[1] = model.model.layers[0]
+    model.config.use_cache = False  # a cache has one place for each layer object
 
 
 _MODELS: dict[str, tuple[Recipe, Callable[[nn.Module, list[Tensor]], None]]] = {
