@@ -207,7 +207,6 @@ def _infer_then_train(case: Case) -> None:
         pytest.param("dp2", {"zero_stage": 3}, marks=pytest.mark.slow),
         pytest.param("cp2", {}, marks=pytest.mark.slow),
         pytest.param("tp2", {"enable_sequence_parallelism": True}, marks=pytest.mark.slow),
-        pytest.param("tp2", {"reproducible": True}, marks=pytest.mark.slow),
     ],
 )
 def test_inference_mode(layout: str, options: dict[str, Any]) -> None:
