@@ -2,7 +2,8 @@
 
 transformers keeps them apart only if it gets no mask and fills no cache, and most configurations fill one. A batch of
 such rows says what its documents are, so the sharded model keeps them apart in every loop, in training and in
-evaluation. An attention mask, or `use_cache=True` in the batch, asks for what plain transformers does.
+evaluation. An attention mask asks for what plain transformers does. So do positions that skip or repeat, and positions
+in a family whose masks transformers makes without them.
 """
 
 from __future__ import annotations
@@ -53,12 +54,40 @@ def restart_flag(positions: Tensor) -> Tensor:
     """Return whether positions, [batch or 1, seq], restart within a row, as a bool tensor (0-d)."""
     if positions.dim() != 2:
         return torch.zeros((), dtype=torch.bool)
-    return (positions.diff(dim=-1) != 1).any()
+    return document_starts(positions)[:, 1:].any()
 
 
 def document_starts(positions: Tensor) -> Tensor:
-    """Return where documents start in positions, [rows, seq]: bool, [rows, seq], True at the start of each row."""
-    return positions.diff(dim=-1, prepend=positions[:, :1]) != 1
+    """Return where documents start in positions, [rows, seq]: bool, [rows, seq], True at the start of each row.
+
+    They start where positions fall to the least of their row. A row with any other step than one to the next position,
+    which skips or repeats, is one document.
+    """
+    steps, least = positions.diff(dim=-1), positions.amin(dim=-1, keepdim=True)
+    falls = (steps != 1) & (positions[:, 1:] == least)
+    falls &= ((steps == 1) | falls).all(dim=-1, keepdim=True)
+    return torch.cat([torch.ones_like(positions[:, :1], dtype=torch.bool), falls], dim=-1)
+
+
+class Jumps(NamedTuple):
+    """Steps of positions other than to the next one.
+
+    Attributes:
+        found: whether there are any.
+        are_restarts: whether all of them are restarts of documents.
+    """
+
+    found: bool
+    are_restarts: bool
+
+
+def jumps_of(positions: Tensor) -> Jumps:
+    """Return the jumps of positions, [rows, seq]; the host waits for a device that has them."""
+    jumps = positions.diff(dim=-1) != 1
+    found, wrong, all_jump = torch.stack(
+        [jumps.any(), (jumps & ~document_starts(positions)[:, 1:]).any(), jumps.all()]
+    ).tolist()
+    return Jumps(found, found and not wrong and not all_jump)
 
 
 def flash_arguments(positions: Tensor, rows: int) -> dict[str, Any]:
@@ -82,6 +111,13 @@ def runs_flash(model: nn.Module) -> bool:
 def runs_mixers_on_documents(model: nn.Module) -> bool:
     """Return whether what mixes tokens outside of attention runs over one document at a time, see `packed_mixers`."""
     return getattr(model, "mixers_run_by_document", False)
+
+
+def looks_for_documents(model: nn.Module) -> bool:
+    """Return whether a transformers model, as it is, tells documents by positions, in its masks or by flash-attn."""
+    calls = [call for kind in {type(each) for each in model.modules()} for call in mask_calls(kind)]
+    is_causal = getattr(getattr(model, "config", None), "is_causal", True)
+    return runs_flash(model) or (is_causal and any(call.is_causal and call.passes_positions for call in calls))
 
 
 def reason_not_kept_apart(model: nn.Module) -> str:

@@ -7,6 +7,7 @@ and a mean over micro-batches or replicas with other numbers of tokens. Look in
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -124,8 +125,49 @@ def test_token_mixers_run_over_documents(layout: str) -> None:
     ],
 )
 def test_masks_that_transformers_makes_without_positions_hide_documents(layout: str) -> None:
-    for seed, (packing, loop) in enumerate((("positions", "step"), ("rows", "loop"))):
+    """Where borders say so; positions alone do not (`test_positions_that_mean_no_documents_are_as_plain`)."""
+    for seed, (packing, loop) in enumerate((("borders", "step"), ("both", "loop"))):
         _check("GptOss", layout, seed, packing, loop)
+
+
+_POSITIONS = {
+    "skip": [*range(5), *range(9, 15)],
+    "repeat": [place // 2 for place in range(11)],
+    "padding": [*range(8), 7, 7, 7],
+    "zeros": [0] * 11,
+    "restart": [*range(5), *range(6)],
+}
+# Positions that mean documents where transformers looks for them.
+_MEANS_DOCUMENTS = {("Llama", "restart")}
+
+
+def _train_at_positions(options: dict[str, Any]) -> dict[str, float]:
+    """Return the differences from the plain model, by family, kind of positions and whether the model fills a cache."""
+    found = {}
+    for family, kind, use_cache in itertools.product(("Llama", "GptOss"), _POSITIONS, (True, False)):
+        if (family, kind) in _MEANS_DOCUMENTS or (options.get("cp_size") and family == "Llama" and not use_cache):
+            continue
+        config = {} if family == "GptOss" and not use_cache else {"use_cache": use_cache}
+        plain, model = (language_model(family, **config) for _ in range(2))
+        tokens = torch.randint(1, 67, (2, 11), generator=torch.Generator().manual_seed(3))
+        batch = {"input_ids": tokens, "labels": tokens, "position_ids": torch.tensor(_POSITIONS[kind]).repeat(2, 1)}
+        expected = plain(**batch).loss
+        expected.backward()
+        booster = Booster(plugin=HybridParallelPlugin(**options))
+        model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer).loss
+        gradients = {name: each.grad for name, each in plain.named_parameters(remove_duplicate=False)}
+        off = difference(optimizer.full_gradients(), gradients)
+        found[f"{family} {kind} {use_cache}"] = max(abs(loss.item() - expected.item()), off)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2 ring_attn", "tp2 all_to_all"])
+def test_positions_that_mean_no_documents_are_as_plain(layout: str) -> None:
+    """They skip, repeat or restart where the model does not look for documents; with and without a cache."""
+    for found in run_on_ranks(2, _train_at_positions, LAYOUTS[layout]):
+        assert {name: off for name, off in found.items() if off > 1e-6} == {}
 
 
 @pytest.mark.slow

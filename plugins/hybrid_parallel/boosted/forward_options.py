@@ -7,16 +7,20 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.media import media_tokens
+from plugins.hybrid_parallel.data.document_borders import has_borders, tokens_of, with_positions
 from plugins.hybrid_parallel.data.microbatch import num_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.attention import log_once
 from shardformer.attention.packed_documents import (
     asks_for_cache,
     flash_arguments,
+    jumps_of,
+    looks_for_documents,
     may_be_packed,
     reason_not_kept_apart,
     runs_flash,
@@ -45,7 +49,7 @@ class ForwardOptions:
         self.module, self.inside, self.mesh = module, model_inside(module), mesh
         self.signature = next((each for each in self._signatures() if _is_named(each)), None)
         parameters = inspect.signature(self.inside.forward).parameters
-        self._takes_use_cache = "use_cache" in parameters
+        self._takes_use_cache, self._takes_mask = "use_cache" in parameters, "attention_mask" in parameters
         takes_more = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         is_known = hasattr(getattr(self.inside, "config", None), "return_dict")
         self._returns_class = is_known and (takes_more or "return_dict" in parameters)
@@ -108,6 +112,49 @@ class ForwardOptions:
             inputs["return_dict"] = True
         return inputs
 
+    def told_of_documents(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch whose packed documents, if it has any, are told by `position_ids` that restart.
+
+        Positions that mean none get an attention mask of ones: with it transformers looks for none, as in a plain call
+        that fills a cache, which is not filled here.
+
+        Raises:
+            ConfigurationError: if borders of documents do not fit the rows, or a layout cuts rows that transformers
+                would cut at positions that skip or repeat.
+        """
+        if not self.reads_documents:
+            return dict(batch)
+        if has_borders(batch):
+            return with_positions(batch)
+        positions, tokens = batch.get("position_ids"), tokens_of(batch)
+        if not may_be_packed(batch) or not isinstance(positions, Tensor) or positions.dim() != 2 or tokens is None:
+            return dict(batch)
+        jumps = jumps_of(positions)
+        if not jumps.found or not self._takes_mask:
+            return dict(batch)
+        name = type(self.inside).__name__
+        if jumps.are_restarts:
+            if self._looks_for_documents:
+                return dict(batch)
+            log_once(
+                name,
+                "does not look for documents in position_ids, so that each token sees its whole row, as in "
+                "transformers; give cu_seq_lens_q and cu_seq_lens_k, or seq_idx, to keep documents apart",
+            )
+        elif self._looks_for_documents and not self._fills_cache(batch):
+            if self.mesh.size("cp") > 1:
+                raise ConfigurationError(
+                    f"position_ids skip or repeat, and without a cache {name} takes each jump for a document, which "
+                    f"cp_size={self.mesh.size('cp')} cannot; give an attention_mask of ones if tokens see the whole row"
+                )
+            return dict(batch)
+        return {**batch, "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)}
+
+    def _fills_cache(self, given: Mapping[str, Any]) -> bool:
+        """Return whether the plain model fills a cache in this call, which gradient checkpointing prevents."""
+        recomputes = self.inside.training and getattr(self.inside, "is_gradient_checkpointing", False)
+        return self.would_cache(given) and not recomputes
+
     def _of_documents(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that keep documents which are packed into a row apart; empty if there are none.
 
@@ -129,7 +176,7 @@ class ForwardOptions:
             log_once(
                 name,
                 "keeps documents that are packed into a row apart and fills no cache, where transformers would fill "
-                "one and let them see each other; give use_cache=True in the batch for that",
+                "one and let them see each other; give an attention_mask of ones for that",
             )
         if self._runs_flash and self._takes_more:
             found |= flash_arguments(given["position_ids"], num_rows(given))
@@ -156,6 +203,10 @@ class ForwardOptions:
     @cached_property
     def _reason_of_model(self) -> str:
         return reason_not_kept_apart(self.inside)
+
+    @cached_property
+    def _looks_for_documents(self) -> bool:
+        return looks_for_documents(self.inside)
 
     @cached_property
     def _runs_flash(self) -> bool:

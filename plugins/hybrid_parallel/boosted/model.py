@@ -25,7 +25,6 @@ from plugins.hybrid_parallel.boosted.whole_model_view import WholeModelView
 from plugins.hybrid_parallel.boosted.whole_outputs import with_whole_logits, with_whole_sequences
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
-from plugins.hybrid_parallel.data.document_borders import with_positions
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts
 from plugins.hybrid_parallel.data.microbatch import num_rows, stand_in, to_device, without_rows
@@ -312,7 +311,7 @@ class HybridParallelModel(WholeModelView):
         Raises:
             ConfigurationError: if borders of documents do not fit the rows.
         """
-        return with_positions(batch) if self.options.reads_documents else dict(batch)
+        return self.options.told_of_documents(batch)
 
     def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:
         """Return the arguments of the model's forward, without labels that the loss reads; caches are not filled."""

@@ -22,6 +22,16 @@ _NAMES = (*_BORDERS, *_LENGTHS, _NUMBERS)
 _RULE = "the rows of a batch are whole documents one behind the other"
 
 
+def has_borders(batch: Mapping[str, Any]) -> bool:
+    """Return whether entries of a batch name documents, besides positions."""
+    return any(batch.get(name) is not None for name in _NAMES)
+
+
+def tokens_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return the tokens of a batch, [rows, seq], or their embeddings, [rows, seq, hidden]; None if it has neither."""
+    return next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+
+
 def with_positions(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch whose documents are told by `position_ids` alone, [rows, seq], which restart at each of them.
 
@@ -32,7 +42,7 @@ def with_positions(batch: Mapping[str, Any]) -> dict[str, Any]:
     """
     named = [name for name in _NAMES if batch.get(name) is not None]
     rest = {name: value for name, value in batch.items() if name not in _NAMES}
-    tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+    tokens = tokens_of(batch)
     if not named or tokens is None:
         return dict(batch)
     rows, length = tokens.shape[:2]

@@ -155,14 +155,15 @@ def _encoder(head: str, family: str = "Bert") -> nn.Module:
 
 @distributed(1)
 def test_an_encoder_keeps_documents_apart() -> None:
-    """transformers makes its masks without positions, so that all tokens of a row would see each other."""
+    """transformers makes its masks without positions: all tokens of a row see each other, unless borders are given."""
     plain = _encoder("MaskedLM")
     model = Booster(plugin=HybridParallelPlugin()).boost(copy.deepcopy(plain)).eval()
-    for tells in ("positions", "borders"):
-        row = one_row(_DOCUMENTS, tells)
-        expected = torch.cat([plain(torch.tensor([each])).logits for each in _DOCUMENTS], dim=1)
-        assert torch.allclose(model(**row).logits, expected, atol=1e-6)
-        assert not torch.allclose(plain(row["input_ids"], position_ids=row.get("position_ids")).logits, expected)
+    expected = torch.cat([plain(torch.tensor([each])).logits for each in _DOCUMENTS], dim=1)
+    for tells in ("both", "borders"):
+        assert torch.allclose(model(**one_row(_DOCUMENTS, tells)).logits, expected, atol=1e-6)
+    row = one_row(_DOCUMENTS)
+    whole = plain(row["input_ids"], position_ids=row["position_ids"]).logits
+    assert torch.allclose(model(**row).logits, whole, atol=1e-6) and not torch.allclose(whole, expected)
     ones = one_row(_DOCUMENTS) | {"attention_mask": torch.ones(1, 13, dtype=torch.long)}
     assert torch.allclose(model(**ones).loss, plain(**ones).loss)
 
@@ -172,7 +173,7 @@ def test_an_encoder_keeps_documents_apart() -> None:
 def test_an_encoder_that_cannot_is_refused(head: str, family: str) -> None:
     """A head that answers one question a row reads all of it; MobileBERT's embeddings read their neighbours."""
     model = Booster(plugin=HybridParallelPlugin()).boost(_encoder(head, family))
-    batch = {name: value for name, value in one_row(_DOCUMENTS).items() if name != "labels"}
+    batch = {name: value for name, value in one_row(_DOCUMENTS, "borders").items() if name != "labels"}
     with pytest.raises(ConfigurationError, match=f"{family}For{head} makes its masks without position_ids, so that"):
         model(**batch)
 
