@@ -191,7 +191,7 @@ def _linears_of_attention(model: nn.Module) -> tuple[str, ...]:
 
 
 def _packed(ids: Tensor, rows: int, step: int) -> dict[str, Tensor]:
-    """Return rows of documents of several lengths, told apart by positions that restart, [rows, 12]."""
+    """Return rows of documents of several lengths, told apart by their numbers and by positions, [rows, 12]."""
     generator = torch.Generator().manual_seed(500 + step)
     ids = torch.randint(5, 95, (rows, 12), generator=generator)
     positions, labels = torch.arange(12).repeat(rows, 1), ids.clone()
@@ -199,7 +199,8 @@ def _packed(ids: Tensor, rows: int, step: int) -> dict[str, Tensor]:
         for border in (4 + row % 3, 9):
             positions[row, border:] -= int(positions[row, border])
             labels[row, border] = -100
-    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+    numbers = document_starts(positions).cumsum(-1).int()
+    return {"input_ids": ids, "position_ids": positions, "seq_idx": numbers, "labels": labels}
 
 
 def _unpacked(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
