@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.media import media_tokens
 from plugins.hybrid_parallel.data.document_borders import has_borders, tokens_of, with_positions
+from plugins.hybrid_parallel.data.media import media_tokens
 from plugins.hybrid_parallel.data.microbatch import num_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.attention import log_once
