@@ -55,7 +55,8 @@ def pad_dim(x: Tensor, dim: int, multiple: int, fill: float = 0) -> Tensor:
 def local_slice(x: Tensor, dim: int, group: ProcessGroup, fill: float = 0) -> Tensor:
     """Return this rank's equal slice of `dim`, padded with `fill`, without communication."""
     size = dist.get_world_size(group)
-    return pad_dim(x, dim, size, fill).chunk(size, dim)[dist.get_rank(group)].contiguous()
+    own = pad_dim(x, dim, size, fill).chunk(size, dim)[dist.get_rank(group)]
+    return own.clone(memory_format=torch.contiguous_format)  # a copy also if it is contiguous, see `without_base`
 
 
 def all_gather_dim(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
@@ -64,15 +65,22 @@ def all_gather_dim(x: Tensor, dim: int, group: ProcessGroup, length: int | None 
     out = shard.new_empty((dist.get_world_size(group) * shard.shape[0], *shard.shape[1:]))
     all_gather_flat(out, shard, group=group)
     out = out.movedim(0, dim)
-    return out if length is None else out.narrow(dim, 0, length).contiguous()
+    return without_base(out if length is None else out.narrow(dim, 0, length).contiguous())
+
+
+def without_base(x: Tensor) -> Tensor:
+    """Return a tensor of the same memory that is no view, so that a model may change it in place.
+
+    Autograd refuses that for a view made in a custom function. Nothing else may read the memory of `x`.
+    """
+    return x.new_empty(0).set_(x)
 
 
 def reduce_scatter_dim(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sum over ranks and keep this rank's equal slice of `dim`, padded with zeros."""
     out, full = _scatter_buffers(x, dim, group)
     reduce_scatter_flat(out, full, group=group)
-    # Always a copy: models may add to it in place, which autograd refuses for a view made in a custom function.
-    return out if dim == 0 else out.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+    return out if dim == 0 else without_base(out.movedim(0, dim).contiguous())
 
 
 def start_reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, dist.Work]:
@@ -261,7 +269,8 @@ class _AllGather(torch.autograd.Function):
         ctx.dim, ctx.group = dim, group
         if gathered is None:
             return all_gather_dim(x, dim, group, length)
-        return gathered.movedim(0, dim).narrow(dim, 0, length).contiguous()
+        # A copy, for others read `gathered`.
+        return gathered.movedim(0, dim).narrow(dim, 0, length).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:

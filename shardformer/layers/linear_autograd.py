@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shardformer.distributed.collectives import without_base
 from shardformer.matmul.autocast import autocast
 from shardformer.matmul.weight_grad import MatmulLayer, matrix, weight_gradient
 from shardformer.sequence_parallel.split_gather import PendingGather
@@ -39,7 +40,7 @@ class GatheredLinear(torch.autograd.Function):
             out[pending.rows] = part
             for rows in pending.other_rows:
                 out[rows] = ctx.backend.forward(gathered[rows], weight, bias)
-            outputs.append(out.movedim(0, 1)[:, : pending.length].contiguous())
+            outputs.append(without_base(out.movedim(0, 1)[:, : pending.length].contiguous()))
         ctx.pending_region, ctx.length, ctx.count = pending.region, pending.length, count
         ctx.save_for_backward(gathered, *weights)
         ctx.weights = weights  # saved tensors do not record whose transposes they are

@@ -6,6 +6,8 @@ in `shardformer/distributed/collectives.py`.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,6 +56,26 @@ def test_all_gather_and_reduce_scatter_are_each_others_gradient(size: int) -> No
     torch.testing.assert_close(x.grad, local_slice(own.sum(0), 1, group), **EXACT)
     summed.backward(local_slice(own[0], 1, group))
     torch.testing.assert_close(partial.grad, own[0], **EXACT)
+
+
+@distributed(_RANKS)
+def test_models_may_change_what_they_get_in_place() -> None:
+    """OLMoE clamps its gathered projections; also where a dim of 1 spares the collective a copy."""
+    group, weights = dist.group.WORLD, known(20, 20, 20, seed=1)
+    collectives = {
+        "gather": lambda x, dim: gather_from_region(x, dim, group),
+        "trimmed": lambda x, dim: gather_from_region(x, dim, group, _RANKS * x.shape[dim] - 1),
+        "split": lambda x, dim: split_to_region(x, dim, group),
+        "all-gather": lambda x, dim: all_gather(x, dim, group, _RANKS * x.shape[dim]),
+        "reduce-scatter": lambda x, dim: reduce_scatter(x, dim, group),
+    }
+    for shape, dim, call in product(((4, 3, 5), (1, 3, 5), (1, 1, 2)), range(3), collectives.values()):
+        x, twin = known(*shape, grad=True), known(*shape, grad=True)
+        changed, plain = call(x * 1, dim).clamp_(-0.5, 0.5), call(twin * 1, dim).clamp(-0.5, 0.5)
+        factor = weights[tuple(slice(size) for size in plain.shape)]
+        (changed * factor).sum().backward()
+        (plain * factor).sum().backward()
+        torch.testing.assert_close(x.grad, twin.grad, **EXACT)
 
 
 @distributed(_RANKS)
