@@ -152,7 +152,9 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("vibevoice_acoustic_tokenizer", "vibevoice_acoustic_tokenizer_encoder"), {"num_filters": 2}),
     "mamba2": {"num_heads": 8, "state_size": 16, "chunk_size": 8, "n_groups": 1},
     "switch_transformers": {"router_jitter_noise": 0.0},
-    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2}),
+    # No checkpoint has these biases: with them, a plan that leaves them out does not train.
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2, "conv_bias": True}),
+    "lfm3": {"conv_bias": True},
     "vjepa2": {"crop_size": 16, "frames_per_clip": 4, "pred_num_hidden_layers": 2, "pred_hidden_size": 32}
     | {"pred_num_attention_heads": 4, "num_pooler_layers": 1},
     "beit": {"out_indices": [1, 2, 3, 4], "num_labels": 3, "use_mask_token": True},
@@ -167,7 +169,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {"full_attention": {**_BY_KIND["full_attention"], "mrope_section": [2, 1, 1]}},
     },
     "mimi": {**_CODEC, "num_quantizers": 8},  # Moshi has as many codebooks
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     **dict.fromkeys(("table-transformer", "dab-detr"), _DETECTOR),
     **dict.fromkeys(("detr", "conditional_detr"), _WITH_MASKS),

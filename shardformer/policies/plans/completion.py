@@ -11,14 +11,14 @@ from torch import nn
 
 from shardformer.layers.linear import is_linear, out_features
 from shardformer.policies.plans.declared import DeclaredPlan, ends_in, family_of, lookup, tables_of
+from shardformer.policies.plans.styles import fused_parts
 from shardformer.stages.stage import StagePlaceholder
-from shardformer.utils.module_paths import starred
+from shardformer.utils.module_paths import join, starred
 
 if TYPE_CHECKING:
     from shardformer.policies.plans.styles import HeadCounts
 
 _COLUMNS, _ROWS = {"colwise", "fused_colwise", "packed_colwise"}, {"rowwise", "packed_rowwise"}
-_FUSED = {"fused_colwise": 3, "packed_colwise": 2}
 _COPIED = ("k_proj", "v_proj")  # whose heads may be fewer than ranks
 
 
@@ -48,19 +48,23 @@ class Completion:
             region_of(path, styles)
             for path in styles
             for owner in owners.get(path.rpartition(".")[0], ())
-            if not self._fits(path, styles[path], owner, policy)
+            if not self._fits(path, styles, owner, policy)
         }
         fitting = {path: style for path, style in styles.items() if region_of(path, styles) not in unfit}
         kept = {path.rpartition(".")[0] for path in fitting}
         local = {end: names for end, names in self.derived.local.items() if any(ends_in(path, end) for path in kept)}
         return DeclaredPlan(fitting | DeclaredPlan(self.declared).styles_of(model), local)
 
-    def _fits(self, path: str, style: str, owner: nn.Module, policy: HeadCounts) -> bool:
+    def _fits(self, path: str, styles: Mapping[str, str], owner: nn.Module, policy: HeadCounts) -> bool:
         at, _, name = path.rpartition(".")
         if type(owner).__name__ not in (lookup(at, self.classes) or ()):
             return False
+        own = {join(at, each) for each, parameter in owner._parameters.items() if parameter is not None}
+        if path in own and not own <= styles.keys() and not any(True for _ in owner.children()):
+            return False  # a convolution with a bias, whose kernels alone were seen
         counts = self.derived.local_values(at, owner, 1).values()
-        return not any(count % policy.tp_size for count in counts) and _has_whole_heads(owner, name, style, policy)
+        is_even = not any(count % policy.tp_size for count in counts)
+        return is_even and _has_whole_heads(owner, name, styles[path], policy)
 
 
 @cache
@@ -95,7 +99,10 @@ def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: HeadCounts
     module = getattr(owner, name, None)
     if style not in _COLUMNS or not isinstance(module, nn.Module) or not is_linear(module):
         return True
-    features = out_features(module) // _FUSED.get(style, 1)
+    if style == "fused_colwise":
+        parts = fused_parts(policy, owner, name)
+        return all(part.unit == 1 or part.size // part.unit % policy.tp_size == 0 for part in parts)
+    features = out_features(module) // (2 if style == "packed_colwise" else 1)
     heads, head_dim = policy.heads_of(owner, name, features), getattr(owner, "head_dim", None)
     if heads is None:
         return True

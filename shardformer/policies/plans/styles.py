@@ -28,6 +28,7 @@ from shardformer.policies.module_edits import (
 )
 from shardformer.policies.plans import delta_net, latent_attention, state_space
 from shardformer.shard_config import ShardConfig
+from shardformer.shard_spec import Part
 from shardformer.utils.module_paths import join, path_of, starred
 
 
@@ -61,11 +62,20 @@ def _column(policy: HeadCounts, owner: nn.Module, name: str, gather: bool = Fals
     return SubModuleReplacementDescription(name, ColumnParallelLinear, {"num_heads": heads}, reads=reads)
 
 
+def fused_parts(policy: HeadCounts, owner: nn.Module, name: str) -> tuple[Part, ...]:
+    """Return the parts of a fused projection of query, key and value; keys and values may have fewer heads."""
+    features = out_features(getattr(owner, name))
+    head_dim, kv_heads = getattr(owner, "head_dim", None), getattr(owner, "num_key_value_heads", None)
+    if isinstance(head_dim, int) and isinstance(kv_heads, int) and 3 * kv_heads * head_dim < features:
+        keys = Part(kv_heads * head_dim, head_dim)
+        return (Part(features - 2 * keys.size, head_dim), keys, keys)
+    heads = policy.heads_of(owner, name, features // 3)
+    return (Part(features // 3, 1 if heads is None else features // 3 // heads),) * 3
+
+
 def _fused_column(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     """Shard a fused projection of query, key and value, in this order."""
-    features = out_features(getattr(owner, name)) // 3
-    kwargs = {"num_heads": policy.heads_of(owner, name, features), "part_size": features}
-    return SubModuleReplacementDescription(name, ColumnParallelLinear, kwargs)
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"parts": fused_parts(policy, owner, name)})
 
 
 def _first_dim(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:

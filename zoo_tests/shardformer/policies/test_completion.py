@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import transformers
 
 from shardformer import ShardConfig
-from shardformer.policies.plans.completion import region_of
+from shardformer.policies.plans.completion import completion_of, region_of
 from shardformer.policies.registry import policy_for
 from zoo_tests.harness.ranks import distributed
 
@@ -63,6 +64,20 @@ def test_key_heads_fewer_than_ranks_are_copied() -> None:
     policy.set_shard_config(ShardConfig(tensor_parallel_process_group=dist.group.WORLD))
     policy.set_model(model)
     assert not policy.check() and policy.plan["model.layers.*.self_attn.k_proj"] == "colwise"
+
+
+@distributed(2)
+def test_a_parameter_that_was_not_seen() -> None:
+    """The bias of a convolution of which only the kernels are in the plan."""
+    config = transformers.Lfm2Config(**_TEXT, conv_bias=True, layer_types=["conv", "full_attention"])
+    with torch.device("meta"):
+        model = transformers.Lfm2ForCausalLM(config)
+    policy = policy_for(model)
+    policy.set_shard_config(ShardConfig(tensor_parallel_process_group=dist.group.WORLD))
+    found = completion_of(type(model))
+    cut = {f"model.{path}": style for path, style in found.derived.styles.items()}
+    assert found.fitting(model, policy).styles == cut and cut.pop("model.layers.*.conv.conv.bias") == "first_dim"
+    assert replace(found, derived=replace(found.derived, styles=cut)).fitting(model, policy).styles == {}
 
 
 @pytest.mark.parametrize(
