@@ -14,9 +14,14 @@ from torch.distributed import ProcessGroup
 
 from shardformer.distributed.blocked_collectives import split_parameter
 from shardformer.distributed.blocks import Blocks, blocks_of, num_parts
-from shardformer.distributed.collectives import copy_to_region, reduce_from_region
+from shardformer.distributed.collectives import (
+    copy_to_region,
+    gather_features,
+    reduce_from_region,
+    split_features,
+)
 from shardformer.layers import ParallelDropout
-from shardformer.layers.linear import column_spec, copies_group
+from shardformer.layers.linear import column_spec, copies_group, in_features, out_features, row_spec
 from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
 from shardformer.utils.parameter_aliases import alias_parameters
 
@@ -156,6 +161,13 @@ def reduce_output(module: nn.Module, group: ProcessGroup) -> None:
     """All-reduce the output of `module`, which is a partial sum on each rank."""
     # Clone: the reduction works in place, and the module may have returned a view.
     module.register_forward_hook(lambda _, __, output: reduce_from_region(output.clone(), group))
+
+
+def run_on_gathered_features(module: nn.Module, group: ProcessGroup) -> None:
+    """Gather the features that a linear layer reads, [..., features], and keep this rank's part of those it returns."""
+    read, returned = row_spec(in_features(module), group), column_spec(out_features(module), group)
+    module.register_forward_pre_hook(lambda _, args: (gather_features(args[0], read, group), *args[1:]))
+    module.register_forward_hook(lambda _, __, output: split_features(output, returned, group))
 
 
 def scale_input(module: nn.Module, group: ProcessGroup) -> None:

@@ -18,7 +18,8 @@ class StageLayout:
         layers: path of the layer list.
         first: modules that run before these layers -> their placeholders on later stages.
         every: modules or single parameters that every stage needs; the stages share these parameters.
-        last: modules that run after the layers. Modules of a head class outside the base model always do.
+        last: modules that run after the layers. Modules of a head class outside the base model always do. A child of a
+            module of `first` runs before the layers, and with the head (an embedding whose weight it reads).
         tuple_output: whether a layer returns a tuple whose first element is the hidden state; a number gives the
             length of the tuple.
         carried_inputs: names of layer inputs that an earlier layer computes and layers pass on (T5's position bias);

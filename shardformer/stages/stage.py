@@ -168,7 +168,8 @@ class StagePartitioner:
                 repeated = getattr(self.model.get_submodule(layers[:-1]), "positions_of", None)
                 return {self._stage_of(start + position) for position in (repeated(number) if repeated else [number])}
             if self._is_below(name, layout.first):
-                return {self._stage_of(max(start - 1, 0))}
+                with_head = {self.manager.num_stages - 1} if self._is_below(name, layout.last) else set()
+                return {self._stage_of(max(start - 1, 0)), *with_head}
             if self._is_below(name, layout.last):
                 return {self._stage_of(end)}
             for path, number in layout.layer_parts.items():
@@ -268,7 +269,7 @@ class StagePartitioner:
         for index, layout in enumerate(self.lists):
             self._cut_layers(view, index, held, stage_input)
             self._stand_in(view, layout, layout.first, max(self.starts[index] - 1, 0), held)
-            last = dict.fromkeys(layout.last, IdentityPlaceholder)
+            last = {path: IdentityPlaceholder for path in layout.last if not _is_in(path, layout.first)}
             self._stand_in(view, layout, last, self.starts[index + 1] - 1, held)
             for path, number in layout.layer_parts.items():
                 self._stand_in(view, layout, {path: IdentityPlaceholder}, self.starts[index] + number, held)
@@ -327,7 +328,12 @@ class StagePartitioner:
             if has_module(self.model, self._prefix + path):
                 native = self.model.get_submodule(self._prefix + path)
                 earlier = (self._earlier(path, native, layout) or stand_in()) if runs_with < held.start else None
-                view.placeholders[self._place(path)] = with_attributes(earlier or UnreachablePlaceholder(path), native)
+                found = with_attributes(earlier or UnreachablePlaceholder(path), native)
+                view.placeholders[self._place(path)] = found
+                with_head = layout.last if held.stop == self.starts[-1] else ()
+                for name, child in native.named_children():
+                    if f"{path}.{name}" in with_head:
+                        found.add_module(name, child)
 
     def _earlier(self, path: str, native: nn.Module, layout: StageLayout) -> StagePlaceholder | None:
         """Return the placeholder for a module of an earlier stage of which later ones need more; None for others."""

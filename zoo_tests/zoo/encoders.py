@@ -129,7 +129,7 @@ DEBERTA_V2 = Family(
             _deberta_lm,
             config={"relative_attention": False, "position_biased_input": True, "embedding_size": 30},
         ),
-        "newer_head": replace(_deberta_lm, config={"legacy": False}, layout="tp2"),
+        "newer_head": replace(_deberta_lm, config={"legacy": False}),
     },
     attention_dropout="attention_probs_dropout_prob",
     attention_output="attention.output.dense",

@@ -26,22 +26,18 @@ class DebertaV2Policy(Policy):
     )
     # Attention reads the table of relative positions, which is not sharded, in addition to the sequence.
     supports_sequence_parallel = False
-    stages = StageLayout(
-        layers="encoder.layer",
-        first={"embeddings": Received, "encoder.conv": Received},
-        every=("encoder.rel_embeddings", "encoder.LayerNorm"),
-        tuple_output=2,
-    )
     head_losses = USUAL_HEAD_LOSSES
 
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; a head may read the embedding's weight."""
-        problems = super().check()
-        if self._reads_embedding and self.shard_config.stage_manager.num_stages > 1:
-            problems.append(
-                "legacy=False lets the head multiply with the embedding's weight; use pp_size=1 or legacy=True"
-            )
-        return problems
+    @property
+    def stages(self) -> StageLayout:
+        """The stage layout; the newer head reads the embedding's weight on the last stage."""
+        return StageLayout(
+            layers="encoder.layer",
+            first={"embeddings": Received, "encoder.conv": Received},
+            every=("encoder.rel_embeddings", "encoder.LayerNorm"),
+            last=("embeddings.word_embeddings",) if self._reads_embedding else (),
+            tuple_output=2,
+        )
 
     @property
     def _reads_embedding(self) -> bool:

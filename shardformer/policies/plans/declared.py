@@ -56,7 +56,8 @@ class DeclaredPlan:
         first: placeholders on later stages for modules before the layers, if the module tree does not determine them:
             because they are registered after the layers, or because their names do not say what they return.
         every: modules that all stages need, or a function that computes them from the model.
-        last: modules that run after the layers but are registered before them.
+        last: modules that run after the layers but are registered before them, or a function that computes them from
+            the model; see `StageLayout` for children of modules before the layers.
         carried_inputs: inputs of the layers that an earlier layer computes.
         kept_outputs, shared_states, changes_shapes, calls_forward: see `StageLayout`. Paths of kept outputs match by
             their end; a function computes them, or the shared states, from the model.
@@ -69,7 +70,8 @@ class DeclaredPlan:
             fields about stages.
         pipelined: whether the family can be split into stages, or a function that computes it from the model. A family
             that cannot has the `execution` of its derived plan, if there is one.
-        cut_vocabulary: whether the embedding and the head are sharded over the vocabulary.
+        cut_vocabulary: whether the embedding and the head are sharded over the vocabulary, or a function that computes
+            it from the model.
         whole_logits: whether the head's logits are gathered immediately, because the model processes them.
         splits_sequence: whether layers can process slices of a sequence between the regions of the plan
             (`split_gather`): only their attention mixes tokens. For shipped plans see `divides_sequences`, too.
@@ -82,7 +84,7 @@ class DeclaredPlan:
     towers: tuple[str, ...] | Callable[[nn.Module], tuple[str, ...]] = ()
     first: Mapping[str, type[StagePlaceholder]] = field(default_factory=dict)
     every: tuple[str, ...] | Callable[[nn.Module], tuple[str, ...]] = ()
-    last: tuple[str, ...] = ()
+    last: tuple[str, ...] | Callable[[nn.Module], tuple[str, ...]] = ()
     carried_inputs: tuple[str, ...] = ()
     kept_outputs: Mapping[str, int] | Callable[[nn.Module], Mapping[str, int]] = field(default_factory=dict)
     shared_states: States | Callable[[nn.Module], States] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class DeclaredPlan:
     layer_outputs: int | None = None
     execution: Mapping[str, ExecutionOrder] = field(default_factory=dict)
     pipelined: bool | Callable[[nn.Module], bool] = True
-    cut_vocabulary: bool = True
+    cut_vocabulary: bool | Callable[[nn.Module], bool] = True
     whole_logits: bool = False
     splits_sequence: bool = False
     head_losses: HeadLosses = field(default_factory=dict)
@@ -135,11 +137,15 @@ class DeclaredPlan:
             if getattr(config, field, value) != value
         ]
 
+    def cuts_vocabulary_of(self, model: nn.Module) -> bool:
+        """Return whether the embedding and the head of the model are sharded over the vocabulary."""
+        return _of(model, self.cut_vocabulary)
+
     def stages_of(self, model: nn.Module) -> StageLayout | None:
         """Return the stage layout of the model; None if it cannot be split."""
         names = (*(each.__name__ for each in type(model).__mro__), "*")
         orders = self.execution
-        is_pipelined = self.pipelined(model) if callable(self.pipelined) else self.pipelined
+        is_pipelined = _of(model, self.pipelined)
         if not orders and not is_pipelined and (derived := proposed_plan_of(type(model))) is not None:
             orders = derived.execution
         execution = next((orders[name] for name in names if name in orders), None)
@@ -148,7 +154,7 @@ class DeclaredPlan:
         if not is_pipelined:
             return None
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-        ends = self.towers(model) if callable(self.towers) else self.towers
+        ends = _of(model, self.towers)
         towers = [next((name for name in lists if ends_in(name, end)), None) for end in ends]
         chain = self._chain(lists)
         if towers and None not in towers:
@@ -171,16 +177,19 @@ class DeclaredPlan:
 
     def _kept_outputs(self, model: nn.Module, paths: Sequence[str], layout: StageLayout) -> dict[str, int]:
         """Return the kept outputs of the modules that the layout places."""
-        table = self.kept_outputs(model) if callable(self.kept_outputs) else self.kept_outputs
+        table = _of(model, self.kept_outputs)
         placed = (*layout.first, *layout.last, *(path for path in paths if path.rpartition(".")[0] == layout.layers))
         return {path: count for path in placed if (count := lookup(path, table)) is not None}
 
     def _corrected(self, layout: StageLayout, model: nn.Module, changes_shapes: bool = False) -> StageLayout:
         """Apply the plan's settings for single modules to a layout inferred from the module tree."""
         paths = [name for name, _ in model.named_modules()]
-        needed = self.every(model) if callable(self.every) else self.every
+        needed = _of(model, self.every)
         every = tuple(path for path in paths if any(ends_in(path, end) for end in needed))
-        moved = tuple(path for path in layout.first if any(ends_in(path, end) for end in self.last))
+        named = _of(model, self.last)
+        moved = tuple(path for path in layout.first if any(ends_in(path, end) for end in named))
+        parts = (path for path in paths if path.rpartition(".")[0] in layout.first)
+        with_head = tuple(path for path in parts if any(ends_in(path, end) for end in named))
         sublayer_lists = tuple(next(path for path in paths if ends_in(path, end)) for end in self.sublayer_lists)
         base = getattr(model, "base_model_prefix", None) or "."
         of_head = hasattr(model, base)  # modules outside the base model run after the layers, whatever they are called
@@ -191,18 +200,21 @@ class DeclaredPlan:
             for path, placeholder in {**layout.first, **earlier}.items()
             if path not in (*every, *moved, *sublayer_lists)
         }
-        last = (*(path for path in layout.last if path not in (*every, *earlier, *sublayer_lists)), *moved)
+        last = tuple(path for path in layout.last if path not in (*every, *earlier, *sublayer_lists))
         next_layers = None if layout.next_layers is None else self._corrected(layout.next_layers, model, changes_shapes)
         outputs = layout.tuple_output if self.layer_outputs is None else self.layer_outputs
         skips_encoders = any(placeholder is UnreachablePlaceholder for placeholder in first.values())
         layout = replace(
-            layout, first=first, last=last, first_inputs=ENCODED_INPUTS if skips_encoders and not changes_shapes else ()
+            layout,
+            first=first,
+            last=(*last, *moved, *with_head),
+            first_inputs=ENCODED_INPUTS if skips_encoders and not changes_shapes else (),
         )
         layer = model.get_submodule(layout.layers)[0]
         return replace(
             layout,
             kept_outputs=self._kept_outputs(model, paths, layout),
-            shared_states=self.shared_states(model) if callable(self.shared_states) else self.shared_states,
+            shared_states=_of(model, self.shared_states),
             changes_shapes=changes_shapes,
             calls_forward=self.calls_forward,
             optional_layers=() if self.optional_layers is None else _of_text(model, self.optional_layers),
@@ -212,6 +224,11 @@ class DeclaredPlan:
             sublayer_lists=sublayer_lists,
             next_layers=next_layers,
         )
+
+
+def _of(model: nn.Module, found: Value | Callable[[nn.Module], Value]) -> Value:
+    """Return a field of a plan, which may be a function of the model."""
+    return found(model) if callable(found) else found
 
 
 def _of_text(model: nn.Module, field: str) -> tuple[int, ...]:

@@ -284,7 +284,7 @@ class PlanPolicy(Policy):
         """Return (target, module) of token embeddings and head; they may be tied, so they are sharded identically."""
         embedding, head = (_asked(self.model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
         cut: list[tuple[type[nn.Module], nn.Module]] = []
-        if self.declared is not None and not self.declared.cut_vocabulary:
+        if self.declared is not None and not self.declared.cuts_vocabulary_of(self.model):
             return cut
         if type(head) is nn.Linear and path_of(self.model, head):
             cut.append((VocabParallelLMHead, head))

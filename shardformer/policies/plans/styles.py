@@ -17,6 +17,7 @@ from shardformer.policies.module_edits import (
     divide_bias_of_partial_sums,
     drop_behind_activation,
     reduce_shared_experts,
+    run_on_gathered_features,
     scale_input,
     shard_own_parameter,
     share_expert_inputs,
@@ -60,6 +61,11 @@ def _column(policy: HeadCounts, owner: nn.Module, name: str, gather: bool = Fals
     heads = policy.heads_of(owner, name, out_features(module))
     reads = f"input of {in_features(module)} features"
     return SubModuleReplacementDescription(name, ColumnParallelLinear, {"num_heads": heads}, reads=reads)
+
+
+def _gathered(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+    """Let a linear layer that mixes sharded features, [..., features], such as heads, see all of them on each rank."""
+    return lambda module: run_on_gathered_features(getattr(module, name), policy.shard_config.group)
 
 
 def fused_parts(policy: HeadCounts, owner: nn.Module, name: str) -> tuple[Part, ...]:
@@ -201,6 +207,7 @@ STYLES: dict[str, Style] = {
     "colwise_gather_output": partial(_column, gather=True),
     "colwise_rep": partial(_column, gather=True),
     "first_dim": _first_dim,
+    "gathered": _gathered,
     "fused_colwise": _fused_column,
     "rowwise": _row,
     "rowwise_split_input": partial(_row, splits_input=True),

@@ -120,9 +120,13 @@ PLANS = {
     # Query, key and value of a head are contiguous.
     "deberta": DeclaredPlan(
         {**_BERT_STYLES, "self.in_proj": "colwise", "self.pos_proj": "colwise", "self.pos_q_proj": "colwise"}
-        | {"self.q_bias": "colwise", "self.v_bias": "colwise"},
+        | {"self.q_bias": "colwise", "self.v_bias": "colwise"}
+        | dict.fromkeys(("self.head_logits_proj", "self.head_weights_proj"), "gathered"),
         _BERT_LOCAL,
         every=("encoder.rel_embeddings",),
+        # With legacy=False, the head multiplies with the whole weight of the embedding.
+        last=lambda model: ("embeddings.word_embeddings",) if hasattr(model, "lm_predictions") else (),
+        cut_vocabulary=lambda model: not hasattr(model, "lm_predictions"),
     ),
     "esm": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, whole_logits=True),
     "flaubert": DeclaredPlan(
