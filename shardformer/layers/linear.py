@@ -316,7 +316,8 @@ def column_spec(
     unit, copies = 1, 1
     if num_heads is not None:
         unit, copies = part_size // num_heads, max(1, world_size // num_heads)
-    parts = parts or tuple(Part(part_size, unit, padded) for _ in range(features // part_size))
+    # A model with no shared experts has a layer of no features.
+    parts = parts or tuple(Part(part_size, unit, padded) for _ in range(features // max(part_size, 1)))
     return ShardSpec((features,), 0, parts, rank, world_size, copies)
 
 

@@ -97,9 +97,10 @@ def _of_layers(sharder: Sharder, count: int) -> Iterator[str]:
         elif target in (ColumnParallelLinear, RowParallelLinear):
             is_row, heads = target is RowParallelLinear, options.get("num_heads")
             features = in_features(native) if is_row else options.get("part_size") or out_features(native)
-            units = heads or features
-            if units % count and (is_row or count % units):
-                yield f"{path} has {units} {'heads' if heads else 'features'}, which {count} does not divide"
+            parts = {(part.size // part.unit, part.unit > 1) for part in options.get("parts", ())}
+            for units, are_heads in sorted(parts) or [(heads or features, heads is not None)]:
+                if units % count and (is_row or parts or count % units):
+                    yield f"{path} has {units} {'heads' if are_heads else 'features'}, which {count} does not divide"
     for path, module, description in sharder.described():
         for change in description.param_replacement:
             if isinstance(change, partial) and change.func is shard_own_parameter:

@@ -108,5 +108,5 @@ def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: HeadCounts
         return True
     if isinstance(head_dim, int) and features % head_dim == 0:
         heads = features // head_dim
-    is_copied = name in _COPIED and policy.tp_size % heads == 0
+    is_copied = style == "colwise" and name in _COPIED and policy.tp_size % heads == 0
     return heads % policy.tp_size == 0 or is_copied
