@@ -150,11 +150,9 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "gemma4_text": {"vocab_size_per_layer_input": 101},
     **dict.fromkeys(("vibevoice_acoustic_tokenizer", "vibevoice_acoustic_tokenizer_encoder"), {"num_filters": 2}),
-    "mamba2": {"num_heads": 8, "state_size": 16, "chunk_size": 8, "n_groups": 1},
+    "mamba2": {"num_heads": 8, "state_size": 16, "chunk_size": 8, "n_groups": 2},
     "switch_transformers": {"router_jitter_noise": 0.0},
-    # No checkpoint has these biases: with them, a plan that leaves them out does not train.
-    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2, "conv_bias": True}),
-    "lfm3": {"conv_bias": True},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2}),
     "vjepa2": {"crop_size": 16, "frames_per_clip": 4, "pred_num_hidden_layers": 2, "pred_hidden_size": 32}
     | {"pred_num_attention_heads": 4, "num_pooler_layers": 1},
     "beit": {"out_indices": [1, 2, 3, 4], "num_labels": 3, "use_mask_token": True},
@@ -342,4 +340,16 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     | {"num_groups": [2, 2, 2, 2], "window_size": 2, "projection_dim": 32},
     "textnet": {"image_size": [64, 64], "stem_out_channels": 8, "hidden_sizes": [8, 8, 16, 16, 16]}
     | {"conv_layer_kernel_sizes": [[[3, 3]]] * 3 + [[[3, 1], [1, 3]]], "conv_layer_strides": [[2], [2], [2], [1, 1]]},
+}
+
+_RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 8}
+# What defaults leave out and checkpoints have, or a plan may leave out: tests train with it. A tiny model of a user's
+# configuration has what that says.
+SWITCHES: Mapping[str, Mapping[str, Any]] = {
+    "deberta": _RELATIVE,
+    "deberta-v2": {**_RELATIVE, "position_buckets": 4, "norm_rel_ebd": "layer_norm", "share_att_key": True},
+    "esm": {"position_embedding_type": "rotary"},
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), {"conv_bias": True}),
+    "nllb-moe": {"expert_capacity": 12},  # of a batch of more tokens, some of which are dropped
+    "switch_transformers": {"expert_capacity": 2},  # of a sample
 }

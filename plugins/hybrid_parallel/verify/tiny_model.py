@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.verify.family_fields import DEFAULT, FIELDS
+from plugins.hybrid_parallel.verify.family_fields import DEFAULT, FIELDS, SWITCHES
 from plugins.hybrid_parallel.verify.layer_pattern import layer_lists, short_periods
 from plugins.hybrid_parallel.verify.random_batch import batch_for
 from shardformer.distributed.random import random_numbers_apart
@@ -193,7 +193,9 @@ def small_values(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = 
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(fields.get(name), dict) and (sizes.is_faithful or "mrope_section" in fields[name]):
             values[name] = _small_rope(fields[name], getattr(config, "partial_rotary_factor", None))
-    return _with_special(values, FIELDS.get(config.model_type or type(config).__name__, {}))
+    kind = config.model_type or type(config).__name__
+    values = _with_special(values, FIELDS.get(kind, {}))
+    return values if sizes.is_faithful else _with_special(values, SWITCHES.get(kind, {}))
 
 
 def head_counts(config: Any) -> tuple[int, int]:

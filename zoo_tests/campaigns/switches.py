@@ -1,0 +1,281 @@
+"""Every switch of the configurations, one at a time: exact, or refused in a sentence, under tp_size=2 and pp_size=2.
+
+    python -m zoo_tests.campaigns.switches [--only REGEX] [--layouts tp2,pp2] [--log FILE] [--minutes N]
+        [--output docs/results/switches.md]
+
+A tiny model of one class of each family is trained plainly with one field of its configuration changed, and sharded:
+the loss and every gradient are compared. Fields are truth values; names, with the values that the sources of the family
+compare them with; numbers of key heads; sizes that may be absent; and factors of 1. A change after which the
+parameters, the loss and the gradients are those of before is left out. What is in the log is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import re
+import sys
+import time
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plugins.hybrid_parallel.verify.train import Trace, train_reference
+from zoo_tests.campaigns.census.classes import HeadClass, head_classes
+from zoo_tests.campaigns.census.trained import PlainRun, plain_run, refusal, sharded_verdict
+from zoo_tests.campaigns.census.verdict import EXACT, kind_of
+from zoo_tests.harness.ranks import stop_pools
+
+LAYOUTS = ("tp2", "pp2")
+_HEAD = """# Switches of configurations
+
+Written by `python -m zoo_tests.campaigns.switches --output docs/results/switches.md`; do not edit.
+
+A tiny model of one class of each family is trained on two ranks and plainly, with one field of its configuration
+changed at a time: truth values, names, numbers of key heads, sizes that may be absent, factors of 1. The loss and every
+gradient are compared. Changes that change nothing are left out.
+"""
+_PLAIN, _LENGTH = "plain", 200
+_KINDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForSequenceClassification")
+# Fields that say nothing about what is computed of a batch with labels.
+_NO_SWITCHES = re.compile(
+    r"^(_.*|use_cache|output_.*|return_.*|torchscript|chunk_size.*|is_encoder_decoder|pruned_heads|add_cross_attention"
+    r"|.*token_id|architectures|dtype|model_type|transformers_version|name_or_path|problem_type|.*drop.*|.*initializer.*"
+    r"|.*tokenizer.*|use_pretrained_.*|use_timm.*|id2label|label2id|experts_implementation|attn_implementation)$"
+)
+_KEY_HEADS = re.compile(r"(.*num_key_value_heads|num_kv_heads|kv_n_heads|.*_key_value_attention_heads)")
+_LIMITS = re.compile(r".*(clip|cap|capping)(_.*)?")  # of activations, scores or logits
+_FACTORS = re.compile(r".*(scale|scaling|multiplier|factor|alpha|coef)(_.*)?")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A changed field of a configuration.
+
+    Attributes:
+        path: of the field, through the parts of the configuration.
+        value: the other value.
+    """
+
+    path: tuple[str, ...]
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.path)}={self.value!r}"
+
+    def applied_to(self, config: Any) -> Any:
+        """A new configuration with the other value; raises whatever its class says about it."""
+        values = config.to_dict()
+        part = values
+        for name in self.path[:-1]:
+            part = part[name]
+        part[self.path[-1]] = self.value
+        return _made(type(config), values)
+
+
+def _made(config_class: type, values: Mapping[str, Any]) -> Any:
+    config = config_class(**values)
+    config.use_cache = False
+    return config
+
+
+def switches_of(config: Any, source: str, path: tuple[str, ...] = ()) -> Iterator[Switch]:
+    """Yield the switches of a configuration and of its parts.
+
+    Args:
+        source: of the modeling file of the family.
+    """
+    hints = _hints(type(config))
+    for name, value in {**vars(config)}.items():
+        if _NO_SWITCHES.match(name):
+            continue
+        if hasattr(value, "to_dict"):
+            yield from switches_of(value, source, (*path, name))
+            continue
+        others = _other_values(name, value, source, hints.get(name))
+        yield from (Switch((*path, name), other) for other in others if other != value)
+    if config is config.get_text_config():  # what its class does not declare, and the models ask for (DeBERTa)
+        for name, value in re.findall(r"getattr\((?:self\.)?config, \"(\w+)\", (True|False)\)", source):
+            if not hasattr(config, name) and not _NO_SWITCHES.match(name):
+                yield Switch((*path, name), value == "False")
+
+
+def _other_values(name: str, value: Any, source: str, hint: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if _KEY_HEADS.match(name) and isinstance(value, int):
+        return [1, 2, 4]
+    if _LIMITS.match(name) and (value is None or isinstance(value, float)):
+        return [0.1, None]
+    if isinstance(value, float):
+        return [0.7] if value == 1.0 and _FACTORS.match(name) else []
+    if value is None or isinstance(value, str):
+        named = [each for each in typing.get_args(hint) if isinstance(each, str)]
+        found = [*named, *_compared_with(name, source)]
+        return [
+            *dict.fromkeys(found),
+            *([None] if isinstance(value, str) and type(None) in typing.get_args(hint) else []),
+        ]
+    if (
+        isinstance(value, int)
+        and 0 <= value <= 2
+        and re.match(r".*(n_group|topk_group|shared_expert|dense_replace)", name)
+    ):
+        return [0, 1, 2]
+    if isinstance(value, int) and type(None) in typing.get_args(hint) and not _KEY_HEADS.match(name):
+        return [None]
+    return []
+
+
+def _hints(config_class: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(config_class)
+    except Exception:  # names that are imported for type checkers only
+        return {}
+
+
+def _compared_with(name: str, source: str) -> list[str]:
+    """The strings that the source compares an attribute with."""
+    tests = re.findall(rf"\.{name} *(?:==|!=|in|not in) *([^\n:]*)", source)
+    return [text for test in tests for text in re.findall(r"[\"'](\w+)[\"']", test)]
+
+
+def subject_of(family: str, heads: Sequence[HeadClass]) -> tuple[HeadClass, PlainRun] | None:
+    """The class of a family whose switches are tried, and its plain training; None if none has a plan and trains."""
+    order = sorted(
+        heads, key=lambda head: next((at for at, kind in enumerate(_KINDS) if kind in head.name), len(_KINDS))
+    )
+    for head in order[:3]:
+        if refusal(head) is not None:
+            continue
+        plain = plain_run(head)
+        if isinstance(plain, PlainRun):
+            return head, _rebuilt(plain)
+    return None
+
+
+def _rebuilt(plain: PlainRun) -> PlainRun:
+    """One step of the training with a configuration that is built of its values, as those of the switches."""
+    twin = plain.case.tiny_model
+    return _trained(plain, _made(type(twin.config), twin.config.to_dict()))
+
+
+def _trained(plain: PlainRun, config: Any) -> PlainRun:
+    case = replace(plain.case, steps=1, tiny_model=replace(plain.case.tiny_model, config=config))
+    return PlainRun(case, train_reference(case), plain.criterion)
+
+
+def judge(plain: PlainRun, head: HeadClass, switch: Switch, layouts: Sequence[str]) -> dict[str, str] | None:
+    """Layout -> "exact", or the reason; None if the switch changes nothing; or "plain" -> why plain training fails."""
+    try:
+        switched = _trained(plain, switch.applied_to(plain.case.tiny_model.config))
+    except Exception as error:  # a configuration that the class does not take, or a model that does not train
+        return {_PLAIN: f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LENGTH]}
+    if _is_same(plain.trace, switched.trace):
+        return None
+    if _KEY_HEADS.match(switch.path[-1]):  # stages do not count them
+        layouts = [layout for layout in layouts if "tp2" in layout] or layouts
+    return {layout: sharded_verdict(head, layout, switched) for layout in layouts}
+
+
+def _is_same(one: Trace, other: Trace) -> bool:
+    gradients, others = one.steps[0].gradients, other.steps[0].gradients
+    return (
+        one.steps[0].loss == other.steps[0].loss
+        and gradients.keys() == others.keys()
+        and all(gradients[name].shape == others[name].shape for name in gradients)
+        and all((gradients[name] == others[name]).all() for name in gradients)
+    )
+
+
+def source_of(head: HeadClass) -> str:
+    """The sources of the family's models."""
+    return inspect.getsource(importlib.import_module(head.module))
+
+
+def sweep(
+    families: Mapping[str, Sequence[HeadClass]], layouts: Sequence[str], known: Collection[str], until: float
+) -> Iterator[tuple[str, str, dict[str, str] | None]]:
+    """Yield class, switch and verdicts of what is not known; after each class an empty switch."""
+    for family, heads in families.items():
+        if f"{family} " in known:
+            continue
+        subject = subject_of(family, heads)
+        name = family if subject is None else f"{family}/{subject[0].name}"
+        if subject is not None:
+            head, plain = subject
+            for switch in switches_of(plain.case.tiny_model.config, source_of(head)):
+                if f"{family} {switch}" in known:
+                    continue
+                yield name, str(switch), judge(plain, head, switch, layouts)
+                if time.monotonic() > until:
+                    return
+        yield name, "", {} if subject is not None else {_PLAIN: "no class with a plan trains"}
+        if time.monotonic() > until:
+            return
+
+
+def page(found: Mapping[tuple[str, str], Mapping[str, str]], layouts: Sequence[str]) -> str:
+    """The page of the documentation; found: (family/class, switch) -> layout -> verdict."""
+    trained = {key: verdicts for key, verdicts in found.items() if _PLAIN not in verdicts}
+    rows = ["| Layout | exact | refused | other |", "|---|---|---|---|"]
+    reasons: dict[str, list[str]] = {}
+    for layout in layouts:
+        verdicts = {key: each[layout] for key, each in trained.items() if layout in each}
+        kinds = [kind_of(each) for each in verdicts.values()]
+        exact, refused = kinds.count(EXACT), kinds.count("refused")
+        rows.append(f"| {layout} | {exact} | {refused} | {len(kinds) - exact - refused} |")
+        for (name, switch), verdict in verdicts.items():
+            head = name.partition("/")[2]
+            sentence = verdict.removeprefix("booster.errors.ConfigurationError: ").replace(head, "the class")
+            if verdict != EXACT:
+                reasons.setdefault(f"{layout}: {sentence}", []).append(f"{head} {switch}")
+    count = f"{len(trained)} switches of {len({name for name, _ in trained})} families"
+    others = f"{len(found) - len(trained)} others do not train plainly."
+    lines = [f"- {sentence}: {', '.join(switches)}" for sentence, switches in reasons.items()]
+    return "\n".join([_HEAD, f"{count}; {others}", "", *rows, "", "## What is not exact", "", *lines, ""])
+
+
+def main() -> int:
+    """Train; return 1 if a switch is neither exact nor refused."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="regular expression on families")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--log", type=Path, help="log (.jsonl): written after each switch, read at first")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long; the same command goes on")
+    parser.add_argument("--output", type=Path, help="page to write")
+    given = parser.parse_args()
+    lines = given.log.read_text("utf-8").splitlines() if given.log and given.log.exists() else []
+    entries = [json.loads(line) for line in lines]
+    known = {f"{name.partition('/')[0]} {switch}" for name, switch, _ in entries}
+    families: dict[str, list[HeadClass]] = {}
+    for head in sorted(head_classes(), key=lambda head: "ForCausalLM" not in head.name):
+        if re.search(given.only, head.family):
+            families.setdefault(head.family, []).append(head)
+    layouts, until = given.layouts.split(","), time.monotonic() + 60 * given.minutes
+    try:
+        for entry in sweep(families, layouts, known, until):
+            entries.append(entry)
+            if given.log:
+                with given.log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(entry) + "\n")
+            if entry[2]:
+                sys.stdout.write(f"{entry[0]} {entry[1]}: {entry[2]}\n")
+                sys.stdout.flush()
+    finally:
+        stop_pools()
+    found = {(name, switch): verdicts for name, switch, verdicts in entries if switch and verdicts}
+    if given.output:
+        given.output.write_text(page(found, layouts), encoding="utf-8")
+    return int(
+        any(kind_of(v) not in (EXACT, "refused") for each in found.values() for at, v in each.items() if at != _PLAIN)
+    )
+
+
+if __name__ == "__main__":
+    # Ranks import the classes of their task by the name of this module.
+    sys.exit(importlib.import_module("zoo_tests.campaigns.switches").main())

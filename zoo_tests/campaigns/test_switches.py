@@ -1,0 +1,32 @@
+"""Switches of configurations that once gave other numbers, or failed, under an axis.
+
+What breaks here first: a part of a layer that the tiny model of a family does not have by default. Look in the plan of
+the family. `python -m zoo_tests.campaigns.switches` turns every switch of every family.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from zoo_tests.campaigns.census.classes import HeadClass
+from zoo_tests.campaigns.census.verdict import EXACT
+from zoo_tests.campaigns.switches import Switch, judge, source_of, subject_of, switches_of
+
+_CASES = [
+    ("olmoe", "OlmoeForCausalLM", Switch(("clip_qkv",), 0.1), "tp2"),  # in place
+    ("axk1", "AXK1ForCausalLM", Switch(("n_shared_experts",), 0), "tp2"),  # layers of no features
+    ("deberta", "DebertaForMaskedLM", Switch(("talking_head",), True), "tp2"),
+    ("deberta", "DebertaForMaskedLM", Switch(("legacy",), False), "tp2pp2"),  # the head reads the embedding
+    ("diffllama", "DiffLlamaForCausalLM", Switch(("num_key_value_heads",), 2), "tp2"),  # in pairs
+    ("lfm2_moe", "Lfm2MoeForCausalLM", Switch(("conv_bias",), False), "tp2"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name", "switch", "layout"), [pytest.param(*each, id=f"{each[1]}-{each[2]}") for each in _CASES]
+)
+def test_a_switch_trains_like_plain_training(family: str, name: str, switch: Switch, layout: str) -> None:
+    found = subject_of(family, [HeadClass(family, name)])
+    assert found is not None and switch in switches_of(found[1].case.tiny_model.config, source_of(found[0]))
+    assert judge(found[1], found[0], switch, [layout]) == {layout: EXACT}
