@@ -32,6 +32,7 @@ from plugins.hybrid_parallel.setup.blocks import tensor_group
 from plugins.hybrid_parallel.setup.compilation import check_compilation, compile_layers
 from plugins.hybrid_parallel.setup.held_values import hold_values
 from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
+from plugins.hybrid_parallel.setup.mixed_samples import cuts_batch, refuse_mixed_samples
 from plugins.hybrid_parallel.setup.model_contents import check_contents
 from plugins.hybrid_parallel.setup.offload import check_places
 from plugins.hybrid_parallel.setup.recomputation import check_recomputation, recompute, recompute_share
@@ -109,7 +110,8 @@ def check_options_against_model(
     parallel = config.parallel
     num_replicas = parallel.data_parallel_size(dist.get_world_size()) * parallel.cp_size
     check_hooks(model)
-    _check_embeddings(config, model)
+    _check_embeddings(config, model, num_replicas)
+    refuse_mixed_samples(config, model, num_replicas)
     check_gradients(model)
     with _mistakes():
         check_contents(model, config)
@@ -135,18 +137,14 @@ def check_options_against_model(
         )
 
 
-def _check_embeddings(config: HybridParallelConfig, model: nn.Module) -> None:
+def _check_embeddings(config: HybridParallelConfig, model: nn.Module, replicas: int) -> None:
     """Refuse options of embeddings that depend on all ids of a batch, or change weights in the forward pass."""
-    parallel, pipeline = config.parallel, config.pipeline
-    replicas = parallel.data_parallel_size(dist.get_world_size()) * parallel.cp_size
-    parts = pipeline.num_microbatches or parallel.pp_size
-    cuts_batch = replicas > 1 or parts > 1 or pipeline.microbatch_size is not None
     for path, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
             continue
         if module.sparse:
             raise ConfigurationError(f"{path} has sparse=True, whose gradients cannot be reduced; use sparse=False")
-        if module.scale_grad_by_freq and cuts_batch:
+        if module.scale_grad_by_freq and cuts_batch(config, replicas):
             raise ConfigurationError(
                 f"{path} has scale_grad_by_freq=True, which counts the ids of a whole batch; use one replica and "
                 "num_microbatches=1 (tp_size takes the ranks), or scale_grad_by_freq=False"
@@ -176,10 +174,7 @@ def build_model(
     store = None
     if (place := config.offload.offload_activations) is not None:
         store = raise_on_all_ranks(lambda: activation_store(place, mesh.device))
-    pipeline = config.pipeline
-    parts = (pipeline.num_microbatches or mesh.size("pp")) * mesh.size("dp")
-    cuts_batch = pipeline.microbatch_size is not None or parts > 1
-    if cuts_batch and any(isinstance(each, _BatchNorm) for each in model.modules()):
+    if cuts_batch(config, mesh.size("dp")) and any(isinstance(each, _BatchNorm) for each in model.modules()):
         _logger.warning(
             "%s normalises over its batch: each micro-batch and replica has statistics of its own, so that numbers "
             "differ from those of the whole batch",

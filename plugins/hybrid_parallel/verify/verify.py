@@ -13,6 +13,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
+from plugins.hybrid_parallel.setup.mixed_samples import cuts_batch, refuse_mixed_samples
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdict, compare
 from plugins.hybrid_parallel.verify.random_batch import takes_labels
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
@@ -75,7 +76,7 @@ def verify(
     rows = 2 * (parallel.dp_size or 1) * microbatches * (pipeline.microbatch_size or 1) + 1
     trial = VerifyCase(tiny_model, max(rows, 7), steps, options, criterion)
     trial, precision, plain = plain_training(trial, precision)
-    _refuse_batch_norm(trial.tiny_model, layout)
+    _refuse_mixed_samples(trial.tiny_model, layout)
     try:
         ranks = run_on_local_ranks(train_on_rank, world_size, trial, timeout_s=timeout_s)
         verdict = compare(plain, ranks, TOLERANCES[precision])
@@ -155,12 +156,12 @@ def refuse_what_cannot_be_cut(
         shard_model(model, layout, mesh)
 
 
-def _refuse_batch_norm(tiny_model: TinyModel, layout: HybridParallelConfig) -> None:
-    parallel, pipeline = layout.parallel, layout.pipeline
-    cuts = pipeline.microbatch_size is not None or (pipeline.num_microbatches or parallel.pp_size) > 1
-    if not cuts and (parallel.dp_size or 1) == 1:
-        return
-    if any(isinstance(module, _BatchNorm) for module in tiny_model.build().modules()):
+def _refuse_mixed_samples(tiny_model: TinyModel, layout: HybridParallelConfig) -> None:
+    model, num_replicas = tiny_model.build(), (layout.parallel.dp_size or 1) * layout.parallel.cp_size
+    refuse_mixed_samples(layout, model, num_replicas)
+    if cuts_batch(layout, layout.parallel.dp_size or 1) and any(
+        isinstance(each, _BatchNorm) for each in model.modules()
+    ):
         raise ConfigurationError(
             f"{tiny_model.name} normalises over its batch, whose parts have statistics of their own under any layout; "
             "use --dp 1 --microbatches 1"

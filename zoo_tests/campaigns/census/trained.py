@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.setup.mixed_samples import mixed_samples
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
 from plugins.hybrid_parallel.verify.share_cut import share_cut
@@ -122,7 +123,7 @@ def _run(layout: str, plain: PlainRun, tolerance: Tolerance, options: dict[str, 
     """The verdict, what the ranks recorded, and the largest difference in units of the tolerance."""
     sizes, sharding = _sizes_of(layout)
     # Statistics of a batch, and numbers that the loss draws, are those of the plain run where the batch is not split.
-    if plain.case.draws_alike or _normalises_over_batch(plain.case.tiny_model):
+    if plain.case.draws_alike or _mixes_samples(plain.case.tiny_model):
         sharding["num_microbatches"] = 1
     case = replace(plain.case, options=sharding | options)
     if plain.criterion:
@@ -210,8 +211,9 @@ def _divided_by_stages(plain: Trace, ranks: list[Trace]) -> float:
     return min(max(2 * (1 - largest / total), 0.0), 1.0)
 
 
-def _normalises_over_batch(twin: TinyModel) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in twin.build().modules())
+def _mixes_samples(twin: TinyModel) -> bool:
+    model = twin.build()
+    return mixed_samples(model) is not None or any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def twin_of(head: HeadClass, dtype: torch.dtype = torch.float32, has_labels: bool = True) -> TinyModel:

@@ -7,11 +7,17 @@ What breaks here first: an output class whose tensors are not cut along the samp
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import DogeConfig, DogeForCausalLM, NllbMoeConfig
+from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeTop2Router
 
 from booster import Booster
 from booster.errors import ConfigurationError
@@ -221,3 +227,30 @@ def test_batch_normalisation_is_told_where_the_batch_is_cut(num_microbatches: in
     Booster(plugin=HybridParallelPlugin(num_microbatches=num_microbatches)).boost(model)
     logger.removeHandler(handler)
     assert any("Sequential normalises over its batch" in line for line in told) == is_told
+
+
+def _routed_by_batch(**options: Any) -> nn.Module:
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "pad_token_id": 0}
+    return DogeForCausalLM(DogeConfig(**sizes, num_attention_heads=2, num_experts=4, **options))
+
+
+def _with_capacity(expert_capacity: int) -> nn.Module:
+    config = NllbMoeConfig(d_model=8, num_experts=2, encoder_attention_heads=1, expert_capacity=expert_capacity)
+    return NllbMoeTop2Router(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "is_refused"),
+    [
+        (partial(_routed_by_batch, is_moe=True, num_experts_per_tok=2), True),
+        (partial(_routed_by_batch, is_moe=False), False),
+        (partial(_with_capacity, 64), True),
+        (partial(_with_capacity, 1_000_000), False),
+    ],
+)
+@distributed(1)
+def test_what_mixes_samples_is_refused_where_the_batch_is_cut(build: Callable[[], nn.Module], is_refused: bool) -> None:
+    Booster(plugin=HybridParallelPlugin(num_microbatches=1)).boost(build())
+    refused = pytest.raises(ConfigurationError, match="batch.*use one replica and num_microbatches=1")
+    with refused if is_refused else nullcontext():
+        Booster(plugin=HybridParallelPlugin(num_microbatches=2)).boost(build())
