@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardformer.distributed.blocks import Blocks, blocks_of, num_parts
 from shardformer.distributed.collectives import (
     copy_to_region,
     gather_features,
+    gather_from_region,
     reduce_from_region,
     split_features,
 )
@@ -69,6 +71,38 @@ def shard_weights_of_heads(owner: nn.Module, *, name: str, group: ProcessGroup) 
         heads = column_spec(parameter.shape[0], group, num_heads=parameter.shape[0])
         spec = replace(heads, full_shape=tuple(parameter.shape))
         setattr(module, each, shard_parameter(parameter, spec, copies_group(group, heads.copies)))
+
+
+def read_norms_of_heads(owner: nn.Module, *, name: str, group: ProcessGroup) -> None:
+    """Let a rank's heads read their own norms in child `name`, whose forward gives its first head the first of a list.
+
+    Each rank has the norms of all heads, and their gradients are summed over ranks: those of other heads are zero.
+    """
+    child = getattr(owner, name)
+    [(path, norms)] = _module_lists(child)
+    spec, blocks = column_spec(len(norms), group, num_heads=len(norms)), blocks_of(group)
+    [(start, stop, _)] = spec.pieces()
+    kinds = [kind for kind, _ in norms[0].named_parameters()]
+
+    def own(_: nn.Module, __: tuple[Any, ...]) -> dict[str, Tensor]:
+        found = {}
+        for kind in kinds:
+            values = torch.stack([norm._parameters[kind] for norm in norms])[start:stop]  # [local heads, head_dim]
+            if blocks is not None:
+                values = split_parameter(values, 0, blocks.slices(spec), blocks)
+            found |= {f"{path}.{place}.{kind}": value for place, value in enumerate(values.unbind())}
+        return found
+
+    alias_parameters(child, own)
+
+
+def has_norms_of_heads(module: nn.Module) -> bool:
+    """Return whether `module` is a list of norms, one for each head."""
+    return bool(_module_lists(module))
+
+
+def _module_lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    return [(name, child) for name, child in module.named_children() if isinstance(child, nn.ModuleList)]
 
 
 def shard_channels(owner: nn.Module, *, name: str, parts: tuple[Part, ...], group: ProcessGroup) -> None:
@@ -215,6 +249,44 @@ def sum_gradient_of_rotary_part(module: nn.Module, size: int, group: ProcessGrou
 
 def _is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def share_feature_statistics(mlp: nn.Module, group: ProcessGroup) -> None:
+    """Take the cut-off of a sparse activation (Gemma 3n) from the features of all ranks.
+
+    It is the quantile of the normal distribution with the mean and the standard deviation of the features, which
+    Gemma3nTextMLP takes over the last dim of its input, [batch, seq, features].
+    """
+    features = out_features(mlp.gate_proj)
+    pieces = [Part(features).piece(index, num_parts(group)) for index in range(num_parts(group))]
+    shares = [(stop - start) / features for start, stop, _ in pieces]
+    quantile = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(mlp.activation_sparsity, device="cpu"))
+
+    def gaussian_topk(inputs: Tensor) -> Tensor:
+        mean, std = mean_and_deviation(inputs, shares, group)
+        return nn.functional.relu(inputs - copy_to_region(mean + std * quantile.type(inputs.dtype), group))
+
+    mlp._gaussian_topk = gaussian_topk
+
+
+def mean_and_deviation(x: Tensor, shares: Sequence[float], group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return the mean and the standard deviation over the last dim of all ranks, each [..., 1], from those of each.
+
+    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
+
+    Args:
+        x: [..., features of this rank].
+        shares: the part of the features that each rank, or each block, has.
+        group: the ranks.
+    """
+    own = torch.cat(torch.std_mean(x, dim=-1, keepdim=True, correction=0), dim=-1)
+    gathered = gather_from_region(own, x.dim() - 1, group)
+    deviations, means = gathered.unflatten(-1, (len(shares), 2)).unbind(-1)  # [..., ranks]
+    weights = means.new_tensor(shares)
+    mean = (means * weights).sum(-1, keepdim=True)
+    # The norm, not the root of a sum: its gradient is finite where all features are equal, as that of `torch.std`.
+    spread = torch.cat([deviations, means - mean], dim=-1) * weights.sqrt().repeat(2)
+    return mean, torch.linalg.vector_norm(spread, dim=-1, keepdim=True)
 
 
 def use_local_biases(attention: nn.Module, heads: int, group: ProcessGroup) -> None:

@@ -24,7 +24,12 @@ from shardformer.layers import (
 )
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.feature_counts import HEAD_COUNTS, attends, is_attention, text_config
-from shardformer.policies.module_edits import shard_weights_of_heads
+from shardformer.policies.module_edits import (
+    has_norms_of_heads,
+    read_norms_of_heads,
+    shard_weights_of_heads,
+    share_feature_statistics,
+)
 from shardformer.policies.plans.attention_alone import (
     attention_alone_mixes,
     attention_and_mixers_mix,
@@ -249,6 +254,7 @@ class PlanPolicy(Policy):
             description.sub_module_replacement += self._learned_activations(owner, description)
             description.sub_module_replacement += self._head_norms(path, owner)
             description.param_replacement += self._norms_by_head(path, owner)
+            description.param_replacement += self._feature_statistics(owner, description)
         return table
 
     def _planned(self) -> list[tuple[str, nn.Module, str]]:
@@ -319,21 +325,34 @@ class PlanPolicy(Policy):
         return [SubModuleReplacementDescription(name, None, partial_gradient=True) for name in names]
 
     def _head_norms(self, path: str, owner: nn.Module) -> list[SubModuleReplacementDescription]:
-        """Return per-head norms missing in the plan: weights are replicated, but see only a rank's own heads."""
+        """Return norms of heads missing in the plan: parameters are replicated, but see only a rank's own heads."""
+        head_dim = getattr(owner, "head_dim", None)
         return [
             SubModuleReplacementDescription(name, None, partial_gradient=True)
             for name, norm in self._forgotten_norms(path, owner)
-            if [param.numel() for param in norm.parameters()] == [getattr(owner, "head_dim", None)]
+            if all(param.numel() == head_dim for param in norm.parameters())
         ]
 
     def _norms_by_head(self, path: str, owner: nn.Module) -> list[Callable[[nn.Module], None]]:
-        """Return changes that shard norm weights [heads, head_dim] like the heads."""
+        """Return changes that give each rank the norms of its heads: weights [heads, head_dim], or a list of norms."""
         group, head_dim = self.shard_config.group, getattr(owner, "head_dim", None)
-        return [
-            partial(shard_weights_of_heads, name=name, group=group)
-            for name, norm in self._forgotten_norms(path, owner)
-            if all(param.dim() == 2 and param.shape[1] == head_dim for param in norm.parameters())
-        ]
+        norms = self._forgotten_norms(path, owner)
+        by_row = {
+            name: all(param.dim() == 2 and param.shape[1] == head_dim for param in norm.parameters())
+            for name, norm in norms
+        }
+        changes = [partial(shard_weights_of_heads, name=name, group=group) for name, is_cut in by_row.items() if is_cut]
+        lists = [name for name, norm in norms if has_norms_of_heads(norm) and self.tp_size > 1]
+        return changes + [partial(read_norms_of_heads, name=name, group=group) for name in lists]
+
+    def _feature_statistics(
+        self, owner: nn.Module, description: ModulePolicyDescription
+    ) -> list[Callable[[nn.Module], None]]:
+        """Return the change of a feed-forward whose activation depends on all of its features."""
+        targets = {replacement.target_module for replacement in description.sub_module_replacement}
+        if self.tp_size == 1 or ColumnParallelLinear not in targets or not hasattr(owner, "_gaussian_topk"):
+            return []
+        return [partial(share_feature_statistics, group=self.shard_config.group)]
 
     def _forgotten_norms(self, path: str, owner: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, norm) of head norms after column-parallel projections that the plan does not name."""

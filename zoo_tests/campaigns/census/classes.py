@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 _STATEMENT = re.compile(r"^(?=[A-Za-z_@\"'])", re.MULTILINE)  # at the top level of a module
 _HEAD = re.compile(r"class \w*(For|LMHeadModel|DoubleHeadsModel|MTModel)")
@@ -22,10 +23,12 @@ class HeadClass:
     Attributes:
         family: folder of transformers' models.
         name: of the class.
+        switches: (dotted path, value) of fields of its configuration that are not the default.
     """
 
     family: str
     name: str
+    switches: tuple[tuple[str, Any], ...] = ()
 
     @property
     def module(self) -> str:

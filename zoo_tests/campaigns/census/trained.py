@@ -6,6 +6,7 @@ import importlib
 import math
 import traceback
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -220,6 +221,9 @@ def twin_of(head: HeadClass, dtype: torch.dtype = torch.float32, has_labels: boo
     """The tiny model of a class."""
     config_class = getattr(importlib.import_module(head.module), head.name).config_class
     config = small_config(config_class(), _SIZES)
+    for path, value in head.switches:
+        *owners, name = path.split(".")
+        setattr(reduce(getattr, owners, config), name, value)
     return TinyModel(head.module, head.name, config, dtype, None, has_labels)
 
 
