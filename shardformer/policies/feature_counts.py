@@ -14,6 +14,12 @@ from shardformer.utils.source import names_read_by
 # Attribute names of head counts: num_heads, n_head_kv, heads, h; not head_dim or num_key_value_groups.
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEADS = re.compile(r"(?!.*(dim|size|group|mask|idx))(.*head.*|n?_?h)")
+# Functions of all features of a token, which those of one rank cannot tell.
+_OF_ALL_FEATURES = frozenset(
+    ("mean", "std", "var", "std_mean", "var_mean", "norm", "vector_norm", "normalize", "layer_norm", "rms_norm")
+    + ("group_norm", "softmax", "log_softmax", "logsumexp", "cumsum", "cumprod", "topk", "kthvalue", "sort", "argsort")
+    + ("median", "quantile", "amax", "amin", "aminmax", "argmax", "argmin")
+)
 
 
 def whole_counts(module: nn.Module, features: int, stride: int) -> dict[str, int]:
@@ -43,6 +49,18 @@ def names_read(module: nn.Module) -> set[str]:
         found |= names
         todo += [name for name in names if inspect.isroutine(getattr(type(module), name, None))]
     return found
+
+
+def functions_of_all_features(module: nn.Module) -> set[str]:
+    """Return the functions of all features that a feed-forward calls itself, or in a part without parameters.
+
+    Attention is no feed-forward: its softmax is one over keys, and its norms are those of a head.
+    """
+    if is_attention(module):
+        return set()
+    parts = dict(module.named_children())
+    inside = [part for part in parts.values() if not any(True for _ in part.parameters())]
+    return _OF_ALL_FEATURES & set.union(names_read(module) - parts.keys(), *map(names_read, inside))
 
 
 def drops_by_function(module: nn.Module) -> bool:

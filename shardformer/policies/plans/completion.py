@@ -18,7 +18,7 @@ from shardformer.utils.module_paths import join, starred
 if TYPE_CHECKING:
     from shardformer.policies.plans.styles import HeadCounts
 
-_COLUMNS, _ROWS = {"colwise", "fused_colwise", "packed_colwise"}, {"rowwise", "packed_rowwise"}
+COLUMNS, ROWS = {"colwise", "fused_colwise", "packed_colwise"}, {"rowwise", "packed_rowwise"}
 _COPIED = ("k_proj", "v_proj")  # whose heads may be fewer than ranks
 
 
@@ -86,10 +86,10 @@ def region_of(path: str, styles: Mapping[str, str]) -> str:
     at, owner = path, path.rpartition(".")[0]
     while at:
         inside = {style for each, style in styles.items() if each.startswith(f"{at}.")}
-        if inside & _COLUMNS and inside & _ROWS:
+        if inside & COLUMNS and inside & ROWS:
             return at
         at = at.rpartition(".")[0]
-        if at.endswith("*") and at != owner and styles[path] not in _COLUMNS | _ROWS:
+        if at.endswith("*") and at != owner and styles[path] not in COLUMNS | ROWS:
             break
     return path
 
@@ -97,7 +97,7 @@ def region_of(path: str, styles: Mapping[str, str]) -> str:
 def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: HeadCounts) -> bool:
     """Return whether each rank gets whole heads of a projection; true for what is not one to attention heads."""
     module = getattr(owner, name, None)
-    if style not in _COLUMNS or not isinstance(module, nn.Module) or not is_linear(module):
+    if style not in COLUMNS or not isinstance(module, nn.Module) or not is_linear(module):
         return True
     if style == "fused_colwise":
         parts = fused_parts(policy, owner, name)

@@ -7,6 +7,7 @@ names the layer list, and modules are assumed to run in the order in which they 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +24,13 @@ from shardformer.layers import (
     VocabParallelLMHead,
 )
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from shardformer.policies.feature_counts import HEAD_COUNTS, attends, is_attention, text_config
+from shardformer.policies.feature_counts import (
+    HEAD_COUNTS,
+    attends,
+    functions_of_all_features,
+    is_attention,
+    text_config,
+)
 from shardformer.policies.module_edits import (
     has_norms_of_heads,
     read_norms_of_heads,
@@ -36,7 +43,7 @@ from shardformer.policies.plans.attention_alone import (
     attention_outside,
     towers_share_configs,
 )
-from shardformer.policies.plans.completion import completion_of
+from shardformer.policies.plans.completion import COLUMNS, ROWS, completion_of
 from shardformer.policies.plans.declared import (
     DeclaredPlan,
     divides_sequences,
@@ -56,7 +63,7 @@ from shardformer.shard_spec import divided_share
 from shardformer.utils.module_paths import join, path_of, starred
 from shardformer.utils.phrases import divisors_phrase
 
-_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
+_HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_(layer_?)?norm")
 
 
 class PlanPolicy(Policy):
@@ -264,7 +271,7 @@ class PlanPolicy(Policy):
         # Expert parallelism distributes full experts, so they must not be sharded again.
         dealt_out = {id(each) for _, each in expert_modules(self.model)} if self.shard_config.shards_experts else ()
         for path, owner in self.model.named_modules():
-            if id(owner) in dealt_out:
+            if id(owner) in dealt_out or self._mixes_features(path, owner):
                 continue
             names = [*(name for name, _ in owner.named_children()), *owner._parameters]
             for name in names:
@@ -273,6 +280,19 @@ class PlanPolicy(Policy):
                 if is_planned and child is not None and id(child) not in heads and id(child) not in dealt_out:
                     found.append((path, owner, name))
         return found
+
+    def _mixes_features(self, path: str, owner: nn.Module) -> bool:
+        """Return whether a feed-forward stays whole: between its columns and rows it takes a function of all features.
+
+        That of Gemma 3n is known, see `_feature_statistics`.
+        """
+        styles = {self.plan.get(starred(join(path, name))) for name, _ in owner.named_children()}
+        if not (styles & COLUMNS and styles & ROWS) or hasattr(owner, "_gaussian_topk"):
+            return False
+        found = functions_of_all_features(owner)
+        if found:
+            log_once(type(self.model).__name__, f"keeps {type(owner).__name__} whole: {min(found)} reads all features")
+        return bool(found)
 
     def _gets_all_heads(self, owner: nn.Module, path: str, name: str) -> bool:
         """Return whether transformers' plan cuts the output projection of an attention whose other parts are whole.
@@ -335,15 +355,13 @@ class PlanPolicy(Policy):
 
     def _norms_by_head(self, path: str, owner: nn.Module) -> list[Callable[[nn.Module], None]]:
         """Return changes that give each rank the norms of its heads: weights [heads, head_dim], or a list of norms."""
-        group, head_dim = self.shard_config.group, getattr(owner, "head_dim", None)
-        norms = self._forgotten_norms(path, owner)
-        by_row = {
-            name: all(param.dim() == 2 and param.shape[1] == head_dim for param in norm.parameters())
-            for name, norm in norms
-        }
-        changes = [partial(shard_weights_of_heads, name=name, group=group) for name, is_cut in by_row.items() if is_cut]
-        lists = [name for name, norm in norms if has_norms_of_heads(norm) and self.tp_size > 1]
-        return changes + [partial(read_norms_of_heads, name=name, group=group) for name in lists]
+        head_dim, changes = getattr(owner, "head_dim", None), []
+        for name, norm in self._forgotten_norms(path, owner):
+            if all(param.dim() == 2 and param.shape[1] == head_dim for param in norm.parameters()):
+                changes.append(partial(shard_weights_of_heads, name=name, group=self.shard_config.group))
+            elif has_norms_of_heads(norm) and self.tp_size > 1:
+                changes.append(partial(read_norms_of_heads, name=name, group=self.shard_config.group))
+        return changes
 
     def _feature_statistics(
         self, owner: nn.Module, description: ModulePolicyDescription
@@ -360,7 +378,9 @@ class PlanPolicy(Policy):
             return []
         found = [(name, norm) for name, norm in owner.named_children() if any(True for _ in norm.parameters())]
         return [
-            (name, norm) for name, norm in found if name in _HEAD_NORMS and starred(join(path, name)) not in self.plan
+            (name, norm)
+            for name, norm in found
+            if _HEAD_NORM.fullmatch(name) and starred(join(path, name)) not in self.plan
         ]
 
     def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:

@@ -2,7 +2,7 @@
 
     python -m zoo_tests.campaigns.census.switches [--only PATTERN] [--every N] [--layouts tp2] [--jobs 1] [--limit S]
 
-The census trains default configurations; real ones turn switches: norms of queries and keys, biases, sparse activations.
+The census trains default configurations; real ones turn switches, as norms of queries and keys, or biases.
 One class of each family trains with all boolean fields of the architecture turned at once. Where that differs from
 plain training, does not run, or does not train plainly, each field is turned alone, and what it does is printed.
 """
@@ -21,7 +21,6 @@ from typing import Any
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.jobs import judged
 from zoo_tests.campaigns.census.trained import twin_of
-from zoo_tests.campaigns.census.verdict import EXACT
 
 # Fields that say what is returned, kept or read from files, or which kernels run.
 _NO_SWITCH = re.compile(
