@@ -26,7 +26,9 @@ from shardformer.policies.plans import tables
 from shardformer.policies.plans.declared import declared_plans
 from shardformer.policies.registry import family_policies, policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
+from zoo_tests.campaigns.census.switches import each_alone, one_of_each_family, turned
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of
+from zoo_tests.campaigns.census.verdict import EXACT, kind_of
 from zoo_tests.campaigns.divided_sequences import families_to_ship, merged, plain_run_with_images
 from zoo_tests.docs.pages import REPOSITORY, rows_of
 from zoo_tests.harness.image_twin import image_twin_of
@@ -37,7 +39,7 @@ _PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
 # One of each kind of layer, for the fast part.
 _FAST = ("megatron_bert", "biogpt", "olmo2")
 _EVERY = 4  # of the families is in the suite, all others in the campaign
-_EVERY_DIVIDED = 12
+_EVERY_DIVIDED, _EVERY_SWITCHED = 12, 24
 _LARGE = (
     "muse_glimmer",
     "muse_spark",
@@ -132,6 +134,49 @@ def test_towers_of_images_and_sounds_are_divided(name: str, least: float) -> Non
     case = replace(case, tiny_model=twin)
     assert sharded_verdict(head, "tp2", PlainRun(case, train_reference(case))) == "exact"
     assert share_cut(twin.build, twin.batch(twin.build(), 0, 2)).flops > least
+
+
+@pytest.mark.parametrize(
+    ("name", "switches", "layouts"),
+    [
+        ("StableLmForCausalLM", {"qk_layernorm": True}, ("tp2",)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                # One head for each rank, and a key head for two of them.
+                ("StableLmForCausalLM", {"qk_layernorm": True, "num_key_value_heads": 2}, ("tp4", "sp2", "tp2pp2")),
+                ("PhiForCausalLM", {"qk_layernorm": True}, ("tp2", "sp2")),
+                ("IdeficsForVisionText2Text", {"qk_layer_norms": True}, ("tp2",)),
+                ("Gemma3nForCausalLM", {"activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.3]}, ("tp2pp2", "sp2")),
+            )
+        ),
+    ],
+)
+def test_parts_that_a_switch_adds(name: str, switches: dict[str, Any], layouts: tuple[str, ...]) -> None:
+    [head] = [replace(head, switches=tuple(switches.items())) for head in head_classes() if head.name == name]
+    plain = plain_run(head)
+    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    assert {layout: sharded_verdict(head, layout, plain) for layout in layouts} == dict.fromkeys(layouts, "exact")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(head, id=head.family, marks=pytest.mark.campaign if number % _EVERY_SWITCHED else pytest.mark.slow)
+        for number, head in enumerate(one_of_each_family())
+    ],
+)
+def test_switches_of_configurations(head: HeadClass) -> None:
+    """All of a family's switches at once; each alone where transformers does not train all of them together."""
+    found = {}
+    for case in turned(head):
+        trained = [(case, plain_run(case))]
+        if isinstance(trained[0][1], str) and len(case.switches) > 1:
+            trained = [(one, plain_run(one)) for one in each_alone(case)]
+        runs = [(one, plain) for one, plain in trained if not isinstance(plain, str)]
+        found |= {one.switches: sharded_verdict(one, "tp2", plain) for one, plain in runs}
+    wrong = {switches: verdict for switches, verdict in found.items() if kind_of(verdict) not in (EXACT, "refused")}
+    assert not wrong
 
 
 # What is divided -> its layout, and heads of families with layers of a kind of their own.
@@ -301,6 +346,8 @@ def _decoder(name: str, **options: Any) -> nn.Module:
     [
         ("Cohere", {"use_qk_norm": True, "num_key_value_heads": 1}),  # the norm of keys is copied, that of queries cut
         ("Apertus", {"num_key_value_heads": 2}),  # an activation with parameters and buffers
+        ("StableLm", {"qk_layernorm": True, "num_key_value_heads": 1}),  # a list with a norm for each head
+        ("Phi", {"qk_layernorm": True}),  # norms with a bias, which all heads share
     ],
 )
 def test_parts_that_the_plan_forgets_train_and_are_saved(name: str, options: dict[str, Any], tmp_path: Path) -> None:

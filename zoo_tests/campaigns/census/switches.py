@@ -13,7 +13,7 @@ import argparse
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -28,6 +28,26 @@ _NO_SWITCH = re.compile(
     r"has_relative|quant_mode|use_dummy|use_streaming|convert_sync|is_folding|is_hybrid|is_vqa|reduce_loss|"
     r"use_pretrained|use_timm|features_only|use_weighted)"
 )
+# Values of fields that are no booleans, and of one that is None or empty in a tiny model: family -> path -> value.
+_OTHER_VALUES: Mapping[str, Mapping[str, Any]] = {
+    **{family: {"q_lora_rank": None} for family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")},
+    **{family: {"q_lora_rank": None} for family in ("dots3_note", "kimi_linear", "mistral4", "youtu")},
+    **{family: {"mamba_n_groups": 2} for family in ("bamba", "falcon_h1", "granitemoehybrid")},
+    **{family: {"clip_qkv": 0.1} for family in ("olmo", "olmoe")},
+    "esm": {"position_embedding_type": "rotary"},
+    "funnel": {"attention_type": "factorized"},
+    "gemma3n": {"activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.3]},
+    "idefics": {"alpha_type": "vector"},
+    "longt5": {"encoder_attention_type": "transient-global"},
+    "mamba2": {"n_groups": 2},
+    "molmo2": {"text_config.qk_norm_type": "olmo3"},
+    "nemotron_h": {"n_groups": 2},
+    "seamless_m4t": {"position_embeddings_type": "rotary"},
+    "step3p7": {"text_config.swiglu_limits": [0.1, None, 0.2, None]},
+    "wav2vec2_bert": {"position_embeddings_type": "rotary"},
+    "wav2vec2_conformer": {"position_embeddings_type": "rotary"},
+    "zamba2": {"mamba_ngroups": 2},
+}
 _KINDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "ForImageClassification")
 
 
@@ -48,12 +68,19 @@ def one_of_each_family() -> list[HeadClass]:
     ]
 
 
-def turned(head: HeadClass) -> tuple[tuple[str, bool], ...]:
-    """All switches of a class, turned; none if its configuration cannot be built."""
+def turned(head: HeadClass) -> list[HeadClass]:
+    """The class with all its switches turned, and with each of its other values; none if it cannot be built."""
     try:
-        return tuple(switches_of(twin_of(head).config))
+        switches = tuple(switches_of(twin_of(head).config))
     except Exception:  # any of a thousand classes may fail in its own way
-        return ()
+        return []
+    others = [((path, value),) for path, value in _OTHER_VALUES.get(head.family, {}).items()]
+    return [replace(head, switches=each) for each in (switches, *others) if each]
+
+
+def each_alone(head: HeadClass) -> list[HeadClass]:
+    """The class with each of its switches alone."""
+    return [replace(head, switches=(switch,)) for switch in head.switches]
 
 
 def main() -> None:
@@ -77,11 +104,13 @@ def main() -> None:
 
     chosen = [head for head in one_of_each_family() if re.search(arguments.only, f"{head.family}/{head.name}")]
     chosen = [head for head in chosen if zlib.crc32(head.family.encode()) % arguments.every == 0]
-    together = [replace(head, switches=turned(head)) for head in chosen]
-    failed = list(told([head for head in together if head.switches]))
+    together = [each for head in chosen for each in turned(head)]
+    failed = list(told(together))
     alone = [replace(head, switches=(switch,)) for head in failed if len(head.switches) > 1 for switch in head.switches]
     wrong = [*(head for head in failed if len(head.switches) == 1), *told(alone)]
-    sys.stdout.write(f"{len(together)} families, {len(failed)} not exact together; {len(wrong)} switches alone\n")
+    sys.stdout.write(
+        f"{len(chosen)} families; {len(failed)} of {len(together)} not exact; {len(wrong)} switches alone\n"
+    )
 
 
 if __name__ == "__main__":
