@@ -80,16 +80,13 @@ def read_norms_of_heads(owner: nn.Module, *, name: str, group: ProcessGroup) -> 
     """
     child = getattr(owner, name)
     [(path, norms)] = _module_lists(child)
-    spec, blocks = column_spec(len(norms), group, num_heads=len(norms)), blocks_of(group)
-    [(start, stop, _)] = spec.pieces()
+    [(start, stop, _)] = column_spec(len(norms), group, num_heads=len(norms)).pieces()
     kinds = [kind for kind, _ in norms[0].named_parameters()]
 
     def own(_: nn.Module, __: tuple[Any, ...]) -> dict[str, Tensor]:
         found = {}
         for kind in kinds:
             values = torch.stack([norm._parameters[kind] for norm in norms])[start:stop]  # [local heads, head_dim]
-            if blocks is not None:
-                values = split_parameter(values, 0, blocks.slices(spec), blocks)
             found |= {f"{path}.{place}.{kind}": value for place, value in enumerate(values.unbind())}
         return found
 

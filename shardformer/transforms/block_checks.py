@@ -21,7 +21,7 @@ from shardformer.layers import (
 )
 from shardformer.layers.linear import in_features, out_features
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from shardformer.policies.module_edits import shard_own_parameter
+from shardformer.policies.module_edits import read_norms_of_heads, shard_own_parameter, shard_weights_of_heads
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.styles import ATTENTION_HEADS
 from shardformer.shard_config import ShardConfig
@@ -103,7 +103,9 @@ def _of_layers(sharder: Sharder, count: int) -> Iterator[str]:
                     yield f"{path} has {units} {'heads' if are_heads else 'features'}, which {count} does not divide"
     for path, module, description in sharder.described():
         for change in description.param_replacement:
-            if isinstance(change, partial) and change.func is shard_own_parameter:
+            if isinstance(change, partial) and change.func in (read_norms_of_heads, shard_weights_of_heads):
+                yield f"{path}.{change.keywords['name']} has a norm for each head, which a rank computes at once"
+            elif isinstance(change, partial) and change.func is shard_own_parameter:
                 options = change.keywords
                 parameter = getattr(module, options["name"])
                 size = parameter.shape[max(parameter.dim() - options["from_end"], 0)] // options["num_parts"]

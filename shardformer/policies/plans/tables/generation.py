@@ -80,8 +80,8 @@ PLANS = {
     ),
     "udop": DeclaredPlan(
         {f"EncDecAttention.{part}": "colwise" for part in "qkv"}
-        | {"EncDecAttention.o": "rowwise", "DenseReluDense.wi": "colwise", "DenseReluDense.wo": "rowwise"}
-        | {"DenseReluDense.dropout": "dropout"},
+        | {"EncDecAttention.o": "rowwise", "DenseReluDense.dropout": "dropout", "DenseReluDense.wo": "rowwise"}
+        | dict.fromkeys(("DenseReluDense.wi", "DenseReluDense.wi_0", "DenseReluDense.wi_1"), "colwise"),
         {"EncDecAttention": ("n_heads", "inner_dim")},
         pipelined=False,
     ),
