@@ -147,7 +147,7 @@ def test_towers_of_images_and_sounds_are_divided(name: str, least: float) -> Non
                 ("StableLmForCausalLM", {"qk_layernorm": True, "num_key_value_heads": 2}, ("tp4", "sp2", "tp2pp2")),
                 ("PhiForCausalLM", {"qk_layernorm": True}, ("tp2", "sp2")),
                 ("IdeficsForVisionText2Text", {"qk_layer_norms": True}, ("tp2",)),
-                ("Gemma3nForCausalLM", {"activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.3]}, ("tp2pp2", "sp2")),
+                ("Gemma3nForCausalLM", {"activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.3]}, ("tp2pp2", "tp4")),
             )
         ),
     ],

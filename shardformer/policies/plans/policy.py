@@ -286,7 +286,8 @@ class PlanPolicy(Policy):
 
         That of Gemma 3n is known, see `_feature_statistics`.
         """
-        styles = {self.plan.get(starred(join(path, name))) for name, _ in owner.named_children()}
+        parts = (*dict(owner.named_children()), *owner._parameters)
+        styles = {self.plan.get(starred(join(path, name))) for name in parts}
         if not (styles & COLUMNS and styles & ROWS) or hasattr(owner, "_gaussian_topk"):
             return False
         found = functions_of_all_features(owner)

@@ -11,6 +11,8 @@ _STATE_SPACES = "zoo_tests/shardformer/policies/test_state_space.py::test_divide
 _COMPLETION = "zoo_tests/shardformer/policies/test_completion.py"
 _TOWERS = "zoo_tests/parity/test_plans.py::test_towers_of_images_and_sounds_are_divided"
 _LEFT_WHOLE = "zoo_tests/parity/test_plans.py::test_what_a_plan_of_transformers_leaves_whole_is_divided"
+_SWITCHES = "zoo_tests/parity/test_plans.py::test_parts_that_a_switch_adds"
+_FEATURES = "zoo_tests/shardformer/policies/test_feature_statistics.py"
 _ORDER = "zoo_tests/shardformer/policies/test_execution_order.py"
 
 EDITS_OF_PLANS: dict[str, Edit] = {
@@ -25,6 +27,37 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         'if getattr(hook, "sees_adapters", False):',
         "if False:",
         ("zoo_tests/campaigns/test_hot_families.py::test_a_sample_is_exact[glm_moe_dsa-lora]",),
+    ),
+    # what a switch of a configuration adds
+    "each rank's heads read the first norms of a list": Edit(
+        "shardformer.policies.module_edits",
+        "for norm in norms])[start:stop]",
+        "for norm in norms])",
+        (f"{_SWITCHES}[StableLmForCausalLM-switches0-layouts0]",),
+    ),
+    "norms of heads with a bias get the gradients of one rank's heads": Edit(
+        "shardformer.policies.plans.policy",
+        "if all(param.numel() == head_dim for param in norm.parameters())",
+        "if [param.numel() for param in norm.parameters()] == [head_dim]",
+        (f"{_SWITCHES}[PhiForCausalLM-switches2-layouts2]",),
+    ),
+    "the cut-off of a sparse activation is that of a rank's features": Edit(
+        "shardformer.policies.plans.policy",
+        'or not hasattr(owner, "_gaussian_topk"):',
+        "or True:",
+        (f"{_SWITCHES}[Gemma3nForCausalLM-switches4-layouts4]",),
+    ),
+    "shares of features count alike": Edit(
+        "shardformer.policies.module_edits",
+        "weights = means.new_tensor(shares)",
+        "weights = means.new_tensor([1 / len(shares)] * len(shares))",
+        (f"{_FEATURES}::test_statistics_of_uneven_shares",),
+    ),
+    "a feed-forward that mixes features is cut": Edit(
+        "shardformer.policies.plans.policy",
+        "        return bool(found)\n",
+        "        return False\n",
+        (f"{_FEATURES}::test_a_feed_forward_that_mixes_features_stays_whole",),
     ),
     # slices of sequences
     "the states of an encoder get one rank's gradient from the decoder's slices": Edit(
