@@ -14,6 +14,7 @@ from shardformer.utils.source import names_read_by
 # Attribute names of head counts: num_heads, n_head_kv, heads, h; not head_dim or num_key_value_groups.
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEADS = re.compile(r"(?!.*(dim|size|group|mask|idx))(.*head.*|n?_?h)")
+HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_(layer_?)?norm")
 # Functions of all features of a token, which those of one rank cannot tell.
 _OF_ALL_FEATURES = frozenset(
     ("mean", "std", "var", "std_mean", "var_mean", "norm", "vector_norm", "normalize", "layer_norm", "rms_norm")

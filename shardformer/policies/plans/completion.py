@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardformer.layers.linear import is_linear, out_features
+from shardformer.policies.feature_counts import HEAD_NORM
 from shardformer.policies.plans.declared import DeclaredPlan, ends_in, family_of, lookup, tables_of
 from shardformer.policies.plans.styles import fused_parts
 from shardformer.stages.stage import StagePlaceholder
@@ -62,6 +63,8 @@ class Completion:
         own = {join(at, each) for each, parameter in owner._parameters.items() if parameter is not None}
         if path in own and not own <= styles.keys() and not any(True for _ in owner.children()):
             return False  # a convolution with a bias, whose kernels alone were seen
+        if _norms_all_heads(owner):
+            return False
         counts = self.derived.local_values(at, owner, 1).values()
         is_even = not any(count % policy.tp_size for count in counts)
         return is_even and _has_whole_heads(owner, name, styles[path], policy)
@@ -92,6 +95,13 @@ def region_of(path: str, styles: Mapping[str, str]) -> str:
         if at.endswith("*") and at != owner and styles[path] not in COLUMNS | ROWS:
             break
     return path
+
+
+def _norms_all_heads(owner: nn.Module) -> bool:
+    """Return whether an attention has norms over the features of all heads, as InternVL's with `use_qk_norm`."""
+    norms = [part for name, part in owner.named_children() if HEAD_NORM.fullmatch(name)]
+    sizes = {parameter.numel() for norm in norms for parameter in norm.parameters() if parameter.dim() == 1}
+    return isinstance(getattr(owner, "head_dim", None), int) and bool(sizes - {owner.head_dim})
 
 
 def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: HeadCounts) -> bool:

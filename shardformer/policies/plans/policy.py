@@ -7,7 +7,6 @@ names the layer list, and modules are assumed to run in the order in which they 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -26,6 +25,7 @@ from shardformer.layers import (
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.feature_counts import (
     HEAD_COUNTS,
+    HEAD_NORM,
     attends,
     functions_of_all_features,
     is_attention,
@@ -62,8 +62,6 @@ from shardformer.policies.plans.styles import ATTENTION_HEADS, STYLES, local_cou
 from shardformer.shard_spec import divided_share
 from shardformer.utils.module_paths import join, path_of, starred
 from shardformer.utils.phrases import divisors_phrase
-
-_HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_(layer_?)?norm")
 
 
 class PlanPolicy(Policy):
@@ -381,7 +379,7 @@ class PlanPolicy(Policy):
         return [
             (name, norm)
             for name, norm in found
-            if _HEAD_NORM.fullmatch(name) and starred(join(path, name)) not in self.plan
+            if HEAD_NORM.fullmatch(name) and starred(join(path, name)) not in self.plan
         ]
 
     def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
