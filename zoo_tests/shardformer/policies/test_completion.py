@@ -27,13 +27,14 @@ def _model(vision_heads: int) -> transformers.LlavaForConditionalGeneration:
         return transformers.LlavaForConditionalGeneration(config)
 
 
-def _tower_styles(model: transformers.PreTrainedModel) -> Mapping[str, str]:
+def _tower_styles(
+    model: transformers.PreTrainedModel, start: str = "model.vision_tower.encoder.layers.*."
+) -> Mapping[str, str]:
     """The styles of the layers of the tower, by the end of their path."""
     policy = policy_for(model)
     policy.set_shard_config(ShardConfig(tensor_parallel_process_group=dist.group.WORLD))
     policy.set_model(model)
     assert not policy.check()
-    start = "model.vision_tower.encoder.layers.*."
     return {path.removeprefix(start): style for path, style in policy.plan.items() if path.startswith(start)}
 
 
@@ -53,6 +54,19 @@ def test_a_class_that_was_not_seen() -> None:
     attention = model.model.vision_tower.encoder.layers[1].self_attn
     attention.__class__ = type("OtherAttention", (type(attention),), {})
     assert _tower_styles(model) == {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+@distributed(2)
+def test_norms_of_queries_and_keys_over_all_heads(has_norms: bool) -> None:
+    """Their attention stays whole: a rank's queries do not tell the norm."""
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 4}
+    vision = {**sizes, "image_size": [8, 8], "patch_size": [4, 4], "use_qk_norm": has_norms}
+    config = transformers.InternVLConfig(vision_config=vision, text_config={"model_type": "qwen2", **_TEXT})
+    with torch.device("meta"):
+        model = transformers.InternVLForConditionalGeneration(config)
+    styles = _tower_styles(model, "model.vision_tower.encoder.layer.*.")
+    assert styles["mlp.fc1"] == "colwise" and ("attention.q_proj" in styles) is not has_norms
 
 
 @distributed(2)
