@@ -21,14 +21,16 @@ from shardformer.policies.base import ModulePolicyDescription, Policy, SubModule
 from shardformer.policies.head_losses import keep_head_losses
 from shardformer.policies.registry import policy_for
 from shardformer.policies.user.uniform import UniformPolicy
-from shardformer.sequence_parallel.split_gather import gather_on_entry
+from shardformer.sequence_parallel.split_gather import SequenceParallel, gather_on_entry
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import annotate
 from shardformer.stages.stage import StagePartitioner, StagePlaceholder
 from shardformer.transforms.attention_kernels import route_attention
 from shardformer.transforms.context_parallel import (
     context_problems,
+    layers_of,
     reason_against_sharing,
+    runner_of,
     share_sequences,
 )
 from shardformer.transforms.layout_checks import exchange_problems, router_problems
@@ -37,7 +39,7 @@ from shardformer.transforms.operator_fusion import fuse_operators
 from shardformer.transforms.packed_masks import can_hide_documents, hide_other_documents
 from shardformer.transforms.packed_mixers import can_run_by_document
 from shardformer.transforms.replicated_layers import KeptLayers, Replacement
-from shardformer.transforms.sequence_regions import divide_layers
+from shardformer.transforms.sequence_regions import divide_layers, leave_between_layers
 from shardformer.utils.customizations import carry_over
 from shardformer.utils.derived_modules import change_module
 from shardformer.utils.module_paths import has_module, replace_module, told
@@ -98,7 +100,7 @@ class ModelSharder:
         if positions is not None:
             share_sequences(self.model, self.policy, self.config, positions)
         if self._layer_sequence is not None:
-            divide_layers(self.model, self._held_layers(), self._layer_sequence, by_exchange=True)
+            self._divide_layers(self._layer_sequence, by_exchange=True)
             self.model.sequence_is_cut = True
         if has_mixers:
             keep_documents_apart(self.model, [layer for held in self._held_layers() for layer in held])
@@ -170,9 +172,16 @@ class ModelSharder:
         exchanged = self.config.sequence if self.config.uses_ulysses else self._layer_sequence
         route_attention(self.model, self.policy, self.config, self._held_layers, exchanged, self._device)
         if self.config.sequence is not None:
-            divide_layers(self.model, self._held_layers(), self.config.sequence, self.config.uses_ulysses)
+            self._divide_layers(self.config.sequence, self.config.uses_ulysses)
             self.model.sequence_is_cut = self.config.cuts_sequence
             self.model.heads_are_exchanged = self.config.uses_ulysses
+
+    def _divide_layers(self, region: SequenceParallel, by_exchange: bool) -> None:
+        divide_layers(self.model, self._held_layers(), region, by_exchange)
+        names, held = self.policy.stages.inputs_between, self._held_layers()
+        if names:
+            runner, layers = runner_of(self.model, self.policy), layers_of(self.model, self.policy)
+            leave_between_layers(runner, names, layers, held, region)
 
     def _tell_what_stays(self, fusions: int) -> None:
         """Log the options that have no effect on this model, so that they are not ignored silently."""

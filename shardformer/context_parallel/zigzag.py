@@ -9,7 +9,7 @@ and 2 * cp - 1 - r, which balances the number of scores per rank under a causal 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch.distributed import ProcessGroup
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import hides_nothing, host_copy, restarts
 from shardformer.distributed.collectives import all_gather, pad_dim
+from shardformer.stages.placeholders import LayerInputs
+from shardformer.utils.token_features import by_layer, mask_among, part_of
 
 # Inputs that are not sharded: masks cover the tokens of all ranks.
 _WHOLE = ("attention_mask",)
@@ -116,6 +118,27 @@ def cut_inputs(base: nn.Module, axis: ZigzagSharding, positions: Positions) -> N
         return (), cut_batch(given, axis, positions)
 
     base.register_forward_pre_hook(cut, with_kwargs=True)
+
+
+def cut_features(base: nn.Module, axis: ZigzagSharding, names: Sequence[str]) -> None:
+    """Let `base` read the features of this rank's tokens, in those of its inputs `names` that have some for each layer.
+
+    They are [tokens, hidden], of the tokens of a mask among these inputs, which `cut_inputs` shards behind this.
+    """
+    signature = LayerInputs(base)
+
+    def cut(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = {name: signature.get(name, args, kwargs) for name in names}
+        mask = mask_among(given.values())
+        for name, value in given.items():
+            parts = {number: part_of(each, mask, axis.take) for number, each in by_layer(value).items()}
+            if parts:
+                own = parts if isinstance(value, Mapping) else list(parts.values())
+                args, kwargs = signature.put(name, own, args, kwargs)
+        return args, kwargs
+
+    if names:
+        base.register_forward_pre_hook(cut, with_kwargs=True)
 
 
 def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positions) -> dict[str, Any]:

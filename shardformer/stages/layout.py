@@ -33,6 +33,7 @@ class StageLayout:
             path -> number of tensors in the output of the module; 0 for a bare tensor.
         shared_states: dictionaries that layers write for later layers (keys and values): name of the layer's input ->
             its keys. Each value is a pair of tensors.
+        inputs_between: inputs of the module around the layers that it reads between them, see `between_layers.py`.
         changes_shapes: whether modules change the shape of the hidden state. Later stages then compute the shapes that
             the model's code between modules sees on the meta device, see `MetaModule`.
         calls_forward: whether the model calls `forward` of its layers, which cannot be wrapped. A stage then starts
@@ -57,6 +58,7 @@ class StageLayout:
     sublayer_lists: Sequence[str] = ()
     kept_outputs: Mapping[str, int] = field(default_factory=dict)
     shared_states: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
+    inputs_between: Sequence[str] = ()
     changes_shapes: bool = False
     calls_forward: bool = False
     skips_layers: bool = False

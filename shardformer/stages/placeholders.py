@@ -45,7 +45,10 @@ class StageInput:
     def begin(
         self, message: StageMessage | None, carried_inputs: Sequence[str] = (), keeps: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Unpack a message: the hidden state, then `carried_inputs` and `keeps`. None (the first stage) clears all."""
+        """Unpack a message: the hidden state, then `carried_inputs` and `keeps`. None (the first stage) clears all.
+
+        The last of `keeps` are None if the message ends before them.
+        """
         self.hidden, self.carried, self.kept = None, {}, {}
         if message is None:
             return
@@ -54,7 +57,8 @@ class StageInput:
         for name in self.head_inputs if self.blocks is not None else ():
             if self.carried.get(name) is not None:
                 self.carried[name] = divided_by_heads(self.carried[name], self.blocks)
-        self.kept = dict(zip(keeps, rest[len(carried_inputs) :], strict=True))
+        kept = rest[len(carried_inputs) :]
+        self.kept = dict(zip(keeps, [*kept, *[None] * (len(keeps) - len(kept))], strict=True))
 
     def dummy(self) -> Tensor:
         """Return a new tensor shaped like the hidden state; new, because some models scale embeddings in place."""
@@ -242,7 +246,10 @@ class Boundary(StagePlaceholder):
         carried = [joined_blocks(self.inputs.get(name, args, kwargs), 1) for name in self.carried_inputs]
         states = {name: self.inputs.get(name, args, kwargs) for name in self.shared_states}
         self.stage_input.kept.update(written(self.shared_states, states))
-        raise StageBoundary((hidden, *carried, *[self.stage_input.kept.get(key) for key in self.keeps]))
+        kept = [self.stage_input.kept.get(key) for key in self.keeps]
+        while kept and kept[-1] is None:
+            kept.pop()
+        raise StageBoundary((hidden, *carried, *kept))
 
 
 class UnreachablePlaceholder(StagePlaceholder):

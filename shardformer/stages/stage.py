@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from shardformer.stages.between_layers import exchange_inputs, keys_between
 from shardformer.stages.earlier_modules import KeptOutput, MetaModule, ReceivedOutput, keep_tensors, output_keys
 from shardformer.stages.layout import StageLayout
 from shardformer.stages.partition import balanced_split, matrix_cost
@@ -207,6 +208,10 @@ class StagePartitioner:
         for path, (count, runs_with) in self._kept.items():
             if any(runs_with in self.ranges[stage] for stage in self.manager.held):
                 keep_tensors(self.model.get_submodule(self._prefix + path), path, count, stage_input)
+        for layout in self.lists:
+            if layout.inputs_between:
+                around = (self._prefix + layout.layers).rpartition(".")[0]
+                exchange_inputs(self.model.get_submodule(around), layout.inputs_between, stage_input)
         self.model.stage_views = VirtualStages(self.model, stage_input, views)
         for layout in self.lists:
             if has_module(self.model, self._prefix + layout.layers):
@@ -355,7 +360,9 @@ class StagePartitioner:
         finished = self.lists[max(index - 1, 0) : index]
         towers = [(path, name) for each in finished for path, names in each.finished_towers.items() for name in names]
         kept = [key for path, (count, at) in self._kept.items() if at < position for key in output_keys(path, count)]
-        return list(layout.carried_inputs), [*towers, *kept, *state_keys(layout.shared_states)]
+        later = range(position - self.starts[index], self.starts[index + 1] - self.starts[index])
+        between = keys_between(layout.inputs_between, later)
+        return list(layout.carried_inputs), [*towers, *kept, *state_keys(layout.shared_states), *between]
 
     def _stage_of(self, layer: int) -> int:
         return next(stage for stage, held in enumerate(self.ranges) if layer in held)

@@ -12,7 +12,7 @@ from shardformer.attention import uses_registry
 from shardformer.attention.token_mixers import token_mixers
 from shardformer.context_parallel.attention import RING, gather_behind_layer, gather_behind_reader
 from shardformer.context_parallel.token_mixers import run_on_whole_sequences
-from shardformer.context_parallel.zigzag import Positions, cut_inputs
+from shardformer.context_parallel.zigzag import Positions, cut_features, cut_inputs
 from shardformer.policies.base import Policy
 from shardformer.policies.head_losses import head_loss_of
 from shardformer.shard_config import ShardConfig
@@ -74,6 +74,11 @@ def layers_of(model: nn.Module, policy: Policy) -> nn.ModuleList:
     return model.get_submodule(".".join(filter(None, (policy.base_path, policy.stages.layers))))
 
 
+def runner_of(model: nn.Module, policy: Policy) -> nn.Module:
+    """Return the module around the list of layers, which calls them."""
+    return model.get_submodule(".".join(filter(None, (policy.base_path, policy.stages.layers))).rpartition(".")[0])
+
+
 def _head_problems(policy: Policy, config: ShardConfig, way_out: str) -> list[str]:
     size, tp_size, problems = config.context.size, config.tensor_parallel_size, []
     kv_heads = getattr(policy.model.config, "num_key_value_heads", None)
@@ -109,6 +114,8 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
         yield "which does not make its masks by transformers' functions"
     elif _is_called_with_masks(model, base):
         yield "which makes its masks before the module that reads the tokens"
+    elif layout.inputs_between and base is not runner_of(model, policy):
+        yield "which reads more than hidden states between its layers"
     if getattr(text, "attn_logit_softcapping", None) is not None:
         yield "whose attention scores are soft-capped"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -160,6 +167,7 @@ def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, posit
     runs the layers itself, after that one, which may give its output the shape of its inputs (GPT-2).
     """
     axis, reader = config.context, _reader_of_tokens(model, policy)
+    cut_features(reader, axis, policy.stages.inputs_between)
     cut_inputs(reader, axis, positions)
     head = head_loss_of(model)
     model.context_axis, model.sequence_is_cut = axis, True

@@ -1,4 +1,4 @@
-"""What the forward of a class does, read from its syntax tree: known blocks, and activations of linear layers."""
+"""What the forward of a class does, read from its syntax tree: known blocks, activations, and loops over layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from functools import cache
 
 from shardformer.utils.source import syntax_of
+
+_OF_EVERY_LAYER = ("self", "hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache") + (
+    "output_attentions",
+    "output_hidden_states",
+)
 
 
 def definer(cls: type) -> type:
@@ -34,6 +39,37 @@ def _dump(statements: list[ast.stmt]) -> str:
 
 def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+@cache
+def inputs_between_layers(cls: type, layers: str) -> tuple[str, ...]:
+    """Return the inputs of a class's forward that it reads between calls of the layers in `self.<layers>`.
+
+    Flags, caches, and the masks and positions that each layer reads as well are left out; so are inputs that the
+    forward assigns before.
+    """
+    forward = next((each for each in _methods(definer(cls)) if each.name == "forward"), None)
+    if forward is None:
+        return ()
+    assigned = {node.id for node in ast.walk(forward) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    inputs = [each.arg for each in (*forward.args.args, *forward.args.kwonlyargs)]
+    read = {name for loop in ast.walk(forward) if isinstance(loop, ast.For) for name in _read_around(loop, layers)}
+    return tuple(each for each in inputs if each in read - assigned and each not in _OF_EVERY_LAYER)
+
+
+def _read_around(loop: ast.For, layers: str) -> set[str]:
+    """Return the variables that the body of a loop over `self.<layers>` reads outside of the calls of its layers."""
+    if all(_own_name(node) != layers for node in ast.walk(loop.iter)):
+        return set()
+    targets = _variables(loop.target)
+    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and _variables(node.func) & targets]
+    inside = {node for call in calls for node in ast.walk(call)}
+    around = [node for statement in loop.body for node in ast.walk(statement) if node not in inside]
+    return {node.id for node in around if isinstance(node, ast.Name)} if calls else set()
+
+
+def _variables(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 @cache

@@ -23,7 +23,7 @@ from shardformer.stages.placeholders import StageMessage
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _MAX_DIMS = 6
-_MAX_TENSORS = 64
+_MAX_TENSORS = 256
 _SPEC_LENGTH = 3 + _MAX_DIMS  # dtype, whether a gradient comes back, number of dims, dims
 _HEADER_LENGTH = 1 + _MAX_TENSORS * _SPEC_LENGTH
 
@@ -51,7 +51,7 @@ def specs_of(message: StageMessage) -> Specs:
 
 
 def to_header(specs: Specs) -> Tensor:
-    """Encode the specs of a message of up to 64 tensors in a tensor of fixed size.
+    """Encode the specs of a message of up to 256 tensors in a tensor of fixed size.
 
     Raises:
         ValueError: the message has more tensors.

@@ -199,9 +199,10 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "granite4_vision": {
         "vision_config": {"hidden_size": 64},
         "downsample_rate": "2/4",
-        "deepstack_layer_map": [[1, 0]],
-        "spatial_target_layers": [1],
+        "deepstack_layer_map": [[1, 0], [2, 2]],
+        "spatial_target_layers": [1, 3],
     },
+    "granite_docling_vision": {"deepstack_visual_indexes": [1, 3]},
     "granite_speech5_encoder": {"context_size": 8, "num_mel_bins": 24},
     "mimo_v2_flash": {"num_key_value_heads": 2, "n_routed_experts": 4},
     "mistral4": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_INDEXES = ("idx", "indices", "indexes")
 _PERIODS = ("period", "interval", "every_n", "pattern", "sparse_step", "layer_step")
 
 
@@ -44,11 +45,19 @@ def layer_lists(config: Any, num_layers: int | None, wanted: int) -> tuple[int, 
 
 def _names_layers(name: str, value: list[Any], num_layers: int | None) -> bool:
     """Check whether the list holds layer indices, such as those of the layers with experts."""
-    if num_layers is None or not value or not any(word in name for word in ("layer", "idx", "indices")):
+    if num_layers is None or not value or not any(word in name for word in ("layer", *_INDEXES)):
         return False
     if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < num_layers for item in value):
         return False
     return all(before < after for before, after in zip(value, value[1:], strict=False))
+
+
+def numbers_in_size(name: str, value: Any, num_layers: int) -> list[int] | None:
+    """Return every second layer for a list of layer indices all of which a small tower lacks; None for other values."""
+    if not isinstance(value, list | tuple) or not any(word in name for word in _INDEXES) or not value:
+        return None
+    is_beyond = all(isinstance(each, int) and each >= num_layers for each in value)
+    return list(range(1, num_layers, 2)) if is_beyond else None
 
 
 def short_periods(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.family_fields import DEFAULT, FIELDS, SWITCHES
-from plugins.hybrid_parallel.verify.layer_pattern import layer_lists, short_periods
+from plugins.hybrid_parallel.verify.layer_pattern import layer_lists, numbers_in_size, short_periods
 from plugins.hybrid_parallel.verify.random_batch import batch_for
 from shardformer.distributed.random import random_numbers_apart
 
@@ -187,6 +187,8 @@ def small_values(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = 
             values |= _small_list(name, value)
         elif _is_linked(name, value, widths):
             values[name] = sizes.heads * _HEAD_DIM
+        elif (numbers := numbers_in_size(name, value, layers)) is not None:
+            values[name] = numbers
         elif value is not _MISSING and (isinstance(value, int | list) or value is None):
             values |= _small(name, value, config, sizes, layers)
     values |= lists

@@ -21,6 +21,7 @@ from shardformer.stages.stage import (
     UnreachablePlaceholder,
     ZeroEmbedding,
 )
+from shardformer.utils.forward_syntax import inputs_between_layers
 from shardformer.utils.source import syntax_of
 
 # Inputs that the first stage turns into embeddings; later stages do not read them.
@@ -81,7 +82,7 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
                 last.append(_below(parent, name))
             else:
                 first[_below(parent, name)] = placeholder_for(module, name)
-    layer = model.get_submodule(layers)[0]
+    layer, runner = model.get_submodule(layers)[0], model.get_submodule(".".join(parts[:-1]))
     skips_encoders = any(placeholder is UnreachablePlaceholder for placeholder in first.values())
     return StageLayout(
         layers=layers,
@@ -90,6 +91,7 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
         last=tuple(last),
         tuple_output=num_outputs(layer),
         first_inputs=ENCODED_INPUTS if skips_encoders else (),
+        inputs_between=() if root else inputs_between_layers(type(runner), parts[-1]),
     )
 
 
