@@ -75,8 +75,12 @@ def _received(names: Sequence[str], kept: Mapping[Key, Tensor | None]) -> dict[s
     found: dict[str, Any] = {name: each.clone() for name in names if (each := kept.get((name, ""))) is not None}
     mask = mask_among(found.values())
     for name in names:
-        tensors = {int(number): each for (of, number), each in kept.items() if of == name and number and each is not None}
+        tensors = {
+            int(number): each for (of, number), each in kept.items() if of == name and number and each is not None
+        }
         is_packed = mask is not None and all(each.shape[:-1] == mask.shape for each in tensors.values())
         if tensors:
-            found[name] = FeaturesByLayer({at: each[mask] if is_packed else each.clone() for at, each in tensors.items()})
+            found[name] = FeaturesByLayer(
+                {at: each[mask] if is_packed else each.clone() for at, each in tensors.items()}
+            )
     return found

@@ -72,7 +72,9 @@ def leave_between_layers(
     for chain in held:
         for layer in chain:
             # Outside of hooks, which run again where layers are recomputed, then perhaps after another pass has begun.
-            call_through(layer, gaps.around(numbers[layer], enters=layer is not chain[0], leaves=layer is not chain[-1]))
+            call_through(
+                layer, gaps.around(numbers[layer], enters=layer is not chain[0], leaves=layer is not chain[-1])
+            )
 
 
 class _Gaps:

@@ -30,6 +30,6 @@ def spread(features: Tensor, mask: Tensor) -> Tensor:
 
 
 def part_of(features: Tensor, mask: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return those of [tokens, hidden] whose tokens are in the part of each sequence that `cut` takes of [batch, seq]."""
+    """Return those of [tokens, hidden] whose tokens are in the part that `cut` takes of each of [batch, seq]."""
     numbers = mask.flatten().cumsum(0).view_as(mask) - 1
     return features[cut(numbers)[cut(mask)]]

@@ -137,8 +137,10 @@ def _tokens_of(model: nn.Module, images: dict[str, Tensor]) -> int:
     with torch.no_grad():
         found = owner.get_image_features(**images)
     states = getattr(found, "pooler_output", found)
-    found = found.last_hidden_state if states is None else states
-    parts = [found] if isinstance(found, Tensor) else list(found)
+    states = found.last_hidden_state if states is None else states
+    if states is None:  # features of layers of text, with their numbers
+        states = found.deepstack_features[0][1]
+    parts = [states] if isinstance(states, Tensor) else list(states)
     return sum(part.shape[:-1].numel() for part in parts)
 
 
@@ -164,6 +166,10 @@ def _tiled_pictures(config: Any, rows: int, generator: torch.Generator) -> dict[
 
 def _listed_pictures(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"pixel_values": _pictures(config, rows, generator)["pixel_values"][:, None]}
+
+
+def _masked_tiles(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    return _listed_pictures(config, rows, generator) | {"pixel_attention_mask": torch.ones(rows, 1, dtype=torch.bool)}
 
 
 def _frames(config: Any) -> int:
@@ -205,6 +211,7 @@ STYLES: dict[str, Images] = {
     "sized pictures": _sized_pictures,
     "tiled pictures": _tiled_pictures,
     "a list of pictures": _listed_pictures,
+    "tiles with a mask": _masked_tiles,
     "patches": _patches,
     "patches that are merged": _merged_patches,
     "square patches": _square_patches,

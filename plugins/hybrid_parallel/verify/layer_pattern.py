@@ -53,11 +53,15 @@ def _names_layers(name: str, value: list[Any], num_layers: int | None) -> bool:
 
 
 def numbers_in_size(name: str, value: Any, num_layers: int) -> list[int] | None:
-    """Return every second layer for a list of layer indices all of which a small tower lacks; None for other values."""
-    if not isinstance(value, list | tuple) or not any(word in name for word in _INDEXES) or not value:
+    """Return the layer indices that a small tower has of a list that exceeds it; None for other values.
+
+    Where it has none of them, they are every second of its layers.
+    """
+    is_list = isinstance(value, list | tuple) and all(type(each) is int and each >= 0 for each in value)
+    if not is_list or not any(word in name for word in _INDEXES) or "out_indices" in name or not value:
         return None
-    is_beyond = all(isinstance(each, int) and each >= num_layers for each in value)
-    return list(range(1, num_layers, 2)) if is_beyond else None
+    inside = [each for each in value if each < num_layers]
+    return None if len(inside) == len(value) else inside or list(range(1, num_layers, 2))
 
 
 def short_periods(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -110,6 +110,7 @@ PLANS = {
     "mllama": DeclaredPlan(
         {**LLAMA, **{f"cross_attn.{part}_proj": "colwise" for part in "qkv"}, "cross_attn.o_proj": "rowwise"},
         {name: ("num_heads", "num_key_value_heads") for name in ("self_attn", "cross_attn")},
+        first={"multi_modal_projector": IdentityPlaceholder},  # registered after the layers
         optional_layers="cross_attention_layers",  # to images
     ),
     "kyutai_speech_to_text": replace(_MOSHI, layers="model.layers"),
