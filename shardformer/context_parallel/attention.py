@@ -254,12 +254,15 @@ def _ring(
     dropout: float = 0.0,
     scaling: float | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Run ring attention; query, key, value: [batch, heads, part, head_dim]; output: [batch, part, heads, head_dim].
 
     s_aux: [heads], sinks.
     """
+    if softcap is not None:
+        raise TypeError(f"{type(module).__name__} soft-caps its scores, which a ring does not; use cp_size=1")
     mask = _mask_of_pass(module, attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0

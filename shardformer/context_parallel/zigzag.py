@@ -78,11 +78,15 @@ class ZigzagSharding:
         """Return the number of tokens in one of the 2 * cp chunks of a sequence."""
         return -(-length // (2 * self.size))
 
-    def places(self, length: int, rank: int, device: torch.device | str = "cpu") -> Tensor:
+    def places(self, length: int, rank: int, device: torch.device | str | None = "cpu") -> Tensor:
         """Return [2 * chunk], global indices of a rank's tokens; indices from `length` on are padding."""
         chunk = self.chunk(length)
         first = torch.arange(chunk, device=device)
         return torch.cat([first + rank * chunk, first + (2 * self.size - 1 - rank) * chunk])
+
+    def positions_of_part(self, length: int, device: torch.device | str | None = None) -> Tensor:
+        """Return [length], the positions of this rank's tokens in whole sequences; `length` is that of its part."""
+        return self.places(length * self.size, self.rank, device)
 
     def order(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """Return [length], the index of each token of the sequence in the concatenated shards of all ranks."""

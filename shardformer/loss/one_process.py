@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from shardformer.utils.source import with_globals
+
 # Names in transformers' losses that ask whether there are other ranks; both losses have a way without them.
 _ASKS = ("_is_torch_distributed_initialized", "is_accelerate_available")
 
@@ -42,7 +44,7 @@ def count_own_boxes(model: nn.Module) -> None:
 
 @cache
 def _copied(function: FunctionType) -> FunctionType:
-    return _with_globals(function, {name: _derived(each) for name, each in _criteria(function)})
+    return with_globals(function, {name: _derived(each) for name, each in _criteria(function)})
 
 
 def _criteria(function: FunctionType) -> Iterator[tuple[str, type[nn.Module]]]:
@@ -56,13 +58,5 @@ def _criteria(function: FunctionType) -> Iterator[tuple[str, type[nn.Module]]]:
 
 
 def _derived(criterion: type[nn.Module]) -> type[nn.Module]:
-    forward = _with_globals(criterion.forward, dict.fromkeys(_ASKS, lambda: False))
+    forward = with_globals(criterion.forward, dict.fromkeys(_ASKS, lambda: False))
     return type(criterion.__name__, (criterion,), {"forward": forward})
-
-
-def _with_globals(function: FunctionType, values: dict[str, Any]) -> FunctionType:
-    """Return a copy of the function whose globals have other `values`."""
-    code, names = function.__code__, {**function.__globals__, **values}
-    copied = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied

@@ -69,6 +69,10 @@ class SequenceParallel:
         """Split any sequence [batch, seq, hidden], the same on every rank -> [batch, seq/tp, hidden]."""
         return split_to_region(x, SEQ_DIM, self.group)
 
+    def positions_of_part(self, length: int, device: torch.device | str | None = None) -> Tensor:
+        """Return [length], the positions of this rank's tokens in whole sequences; `length` is that of its part."""
+        return torch.arange(length, device=device) + dist.get_rank(self.group) * length
+
     def leave(self, x: Tensor) -> Tensor:
         """Gather [batch, seq/tp, hidden] -> [batch, seq, hidden], the same on every rank."""
         length = self.length

@@ -15,8 +15,10 @@ from shardformer.context_parallel.token_mixers import run_on_whole_sequences
 from shardformer.context_parallel.zigzag import Positions, cut_features, cut_inputs
 from shardformer.policies.base import Policy
 from shardformer.policies.head_losses import head_loss_of
+from shardformer.sequence_parallel.counted_positions import count_whole_sequences
 from shardformer.shard_config import ShardConfig
-from shardformer.stages.stage import StagePlaceholder
+from shardformer.stages.stage import StageLayout, StagePlaceholder
+from shardformer.utils.forward_syntax import counts_positions
 
 # Rotary embeddings that depend on the length of the full sequence, which no rank has.
 _ROTARY_OF_LENGTH = ("dynamic", "longrope")
@@ -32,7 +34,7 @@ def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> l
         way_out = "sequence_parallelism_mode='all_to_all', or " if _attends_by_heads(model, policy) else ""
         return [f"{asked} cannot share the sequences of {name}, {reason}; use {way_out}cp_size=1"]
     if reason is not None:
-        return [*_layer_problems(model, config), *_head_problems(policy, config, "cp_size=1")]
+        return [*_layer_problems(model, policy, config), *_head_problems(policy, config, "cp_size=1")]
     num_stages = config.stage_manager.num_stages
     if num_stages > 1 and _embeds_outside(model, policy):
         return [
@@ -50,9 +52,11 @@ def _attends_by_heads(model: nn.Module, policy: Policy) -> bool:
     return policy.stages is not None and bool(attends) and policy.exchanges_heads()
 
 
-def _layer_problems(model: nn.Module, config: ShardConfig) -> Iterator[str]:
+def _layer_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> Iterator[str]:
     """Yield why parts of sequences inside of layers would compute something else, or not at all."""
     asked, name = f"cp_size={config.context.size}", type(model).__name__
+    for reason in counting_reasons(model, policy):
+        yield f"{asked} cannot share the sequences of {name}, {reason}; use cp_size=1"
     if config.sequence is not None:
         yield _shared_twice(model, config)
     if (head := head_loss_of(model)) is not None and head.routers is not None:
@@ -71,12 +75,16 @@ def _shared_twice(model: nn.Module, config: ShardConfig) -> str:
 
 def layers_of(model: nn.Module, policy: Policy) -> nn.ModuleList:
     """Return the list of layers whose sequences ranks share."""
-    return model.get_submodule(".".join(filter(None, (policy.base_path, policy.stages.layers))))
+    return model.get_submodule(_path_of(policy, policy.stages))
 
 
 def runner_of(model: nn.Module, policy: Policy) -> nn.Module:
     """Return the module around the list of layers, which calls them."""
-    return model.get_submodule(".".join(filter(None, (policy.base_path, policy.stages.layers))).rpartition(".")[0])
+    return model.get_submodule(_path_of(policy, policy.stages).rpartition(".")[0])
+
+
+def _path_of(policy: Policy, layout: StageLayout) -> str:
+    return ".".join(filter(None, (policy.base_path, layout.layers)))
 
 
 def _head_problems(policy: Policy, config: ShardConfig, way_out: str) -> list[str]:
@@ -116,12 +124,21 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
         yield "which makes its masks before the module that reads the tokens"
     elif layout.inputs_between and base is not runner_of(model, policy):
         yield "which reads more than hidden states between its layers"
+    yield from counting_reasons(model, policy)
+    text = text.get_text_config() if hasattr(text, "get_text_config") else text
     if getattr(text, "attn_logit_softcapping", None) is not None:
         yield "whose attention scores are soft-capped"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     if kinds & set(_ROTARY_OF_LENGTH):
         yield "whose rotary embedding depends on the length of a sequence"
+
+
+def counting_reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
+    """Yield why modules of the layers would count other positions than those of whole sequences."""
+    lists = [model.get_submodule(_path_of(policy, each)) for each in policy.stages.chain]
+    if any(counts_positions(type(module)) is None for layers in lists for module in layers.modules()):
+        yield "whose layers count positions by the length of their input"
 
 
 def mixers_of_layers(model: nn.Module, policy: Policy) -> list[nn.Module]:
@@ -134,7 +151,7 @@ def _reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
 
     The innermost one, because heads may call it directly.
     """
-    path = ".".join(filter(None, (policy.base_path, policy.stages.layers))).split(".")[:-1]
+    path = _path_of(policy, policy.stages).split(".")[:-1]
     around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
     asked = {"input_ids", "position_ids"}
     return next((each for each in around if asked <= inspect.signature(each.forward).parameters.keys()), None)
@@ -173,6 +190,7 @@ def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, posit
     model.context_axis, model.sequence_is_cut = axis, True
     model.returns_parts = head is not None and head.per_token
     layers = layers_of(model, policy)
+    count_whole_sequences(layers, axis.positions_of_part)
     run_on_whole_sequences(mixers_of_layers(model, policy), axis)
     if not model.returns_parts and not isinstance(layers[-1], StagePlaceholder):
         if any(child is layers for child in reader.children()):

@@ -8,6 +8,7 @@ from shardformer.attention import uses_registry
 from shardformer.loss.routers import router_loss_of
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
+from shardformer.transforms.context_parallel import counting_reasons
 
 
 def router_problems(model: nn.Module, config: ShardConfig) -> list[str]:
@@ -34,6 +35,10 @@ def exchange_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> 
     attends = policy.own_attention or any(uses_registry(module) for module in model.modules())
     if not attends or not policy.supports_ulysses:
         return [f"{mode} cannot reach the attention of {name}; use 'split_gather' or no sequence parallelism"]
+    if policy.stages is not None and (reason := next(counting_reasons(model, policy), None)) is not None:
+        return [
+            f"{mode} cannot divide the sequences of {name}, {reason}; use 'split_gather' or no sequence parallelism"
+        ]
     size = config.tensor_parallel_size
     kv_heads = getattr(model.config, "num_key_value_heads", None) or size
     if kv_heads % size and size % kv_heads:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.sequence_parallel.blocked import BlockedSequence, return_whole_states, use_parameters_by_block
+from shardformer.sequence_parallel.counted_positions import count_whole_sequences
 from shardformer.sequence_parallel.split_gather import (
     SequenceParallel,
     first_input,
@@ -40,6 +41,7 @@ def divide_layers(
             slice_other_tokens(layer, region)
         for layer in layers if by_exchange else ():
             slice_positions(layer, region)
+        count_whole_sequences(layers if by_exchange else (), region.positions_of_part)
         if isinstance(region, BlockedSequence):
             use_parameters_by_block(layers, region)
     if isinstance(region, BlockedSequence) and not region.is_cut:

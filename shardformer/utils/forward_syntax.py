@@ -68,6 +68,32 @@ def _read_around(loop: ast.For, layers: str) -> set[str]:
     return {node.id for node in around if isinstance(node, ast.Name)} if calls else set()
 
 
+@cache
+def counts_positions(cls: type) -> bool | None:
+    """Return whether a class's forward counts positions by the length of its input: `torch.arange(x.shape[1])`.
+
+    None if it counts other things by `torch.arange` as well.
+    """
+    forward = next((each for each in _methods(definer(cls)) if each.name == "forward"), None)
+    if forward is None or len(forward.args.args) < 2:
+        return False
+    x = forward.args.args[1].arg
+    lengths = {f"{x}.shape[1]", f"{x}.shape[-2]", f"{x}.size(1)", f"{x}.size(-2)"}
+    for node in ast.walk(forward):  # `length = x.shape[1]`, or `_, length, _ = x.shape`
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target, value = node.targets[0], ast.unparse(node.value)
+            if isinstance(target, ast.Name) and value in lengths:
+                lengths.add(target.id)
+            elif isinstance(target, ast.Tuple) and len(target.elts) == 3 and value in (f"{x}.shape", f"{x}.size()"):
+                lengths.add(ast.unparse(target.elts[1]))
+    calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call)]
+    counted = [call.args for call in calls if ast.unparse(call.func) == "torch.arange" and len(call.args) == 1]
+    of_input = [ast.unparse(args[0]) in lengths for args in counted]
+    if not any(of_input):
+        return False
+    return True if all(of_input) and not forward.decorator_list else None
+
+
 def _variables(node: ast.AST) -> set[str]:
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -74,3 +74,11 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:  # nested functions and comprehensions
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
+
+
+def with_globals(function: FunctionType, values: dict[str, Any]) -> FunctionType:
+    """Return a copy of the function whose globals have other `values`."""
+    code, names = function.__code__, {**function.__globals__, **values}
+    copied = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

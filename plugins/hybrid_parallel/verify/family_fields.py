@@ -204,6 +204,8 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     },
     "granite_docling_vision": {"deepstack_visual_indexes": [1, 3]},
     "granite_speech5_encoder": {"context_size": 8, "num_mel_bins": 24},
+    # Of 4 layers, the last one scales queries by their positions; chunks are shorter than a sample.
+    "llama4_text": {"floor_scale": 3, "attn_scale": 0.5, "attention_chunk_size": 6},
     "mllama_vision_model": {"intermediate_layers_indices": [1, 3], "vision_output_dim": 96},
     "mimo_v2_flash": {"num_key_value_heads": 2, "n_routed_experts": 4},
     "mistral4": {
