@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from booster import Booster
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
 _MODE = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
@@ -56,3 +61,58 @@ def _parameters() -> list:
 @pytest.mark.parametrize("case", _parameters())
 def test_all_to_all_trains_like_plain_training(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)
+
+
+_RING, _HEADS = {"cp_size": 2}, {"cp_size": 2, "sequence_parallelism_mode": "all_to_all"}
+
+
+@distributed(2)
+@pytest.mark.parametrize(
+    "options", [_RING, {**_RING, "gradient_checkpointing": "full"}, _HEADS, {"tp_size": 2, **_MODE}]
+)
+def test_positions_that_attention_counts_are_those_of_whole_sequences(options: dict[str, Any]) -> None:
+    """Llama 4 scales the queries of every second layer here by positions that it counts by the length of its input."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    sizes |= {"intermediate_size": 40, "intermediate_size_mlp": 40, "num_hidden_layers": 2, "num_local_experts": 2}
+    temperature = {
+        "no_rope_layer_interval": 2,
+        "floor_scale": 3,
+        "attn_scale": 0.5,
+        "attention_chunk_size": 6,
+        "initializer_range": 0.2,
+    }
+
+    def build() -> Llama4ForCausalLM:
+        torch.manual_seed(7)
+        return Llama4ForCausalLM(Llama4TextConfig(vocab_size=33, **sizes, **temperature)).double()
+
+    ids = torch.randint(1, 33, (3, 19), generator=torch.Generator().manual_seed(3))
+    mask = torch.arange(19) < torch.tensor([19, 12, 15])[:, None]
+    batch = {"input_ids": ids * mask, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+    plain, model = build(), build()
+    expected = plain(**batch).loss
+    expected.backward()
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    result = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)
+    torch.testing.assert_close(result.loss, expected.detach(), check_dtype=False)  # transformers computes it in fp32
+    gradients = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+    for name, gradient in optimizer.full_gradients().items():
+        torch.testing.assert_close(gradient, gradients[name], atol=1e-7, rtol=1e-5, msg=name)
+
+
+@distributed(2)
+def test_a_length_that_rotary_embeddings_of_a_text_model_read_is_not_shared() -> None:
+    """The text model's configuration says so, which is a part of that of a model with images."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+    text = LlamaConfig(vocab_size=33, max_position_embeddings=8, rope_parameters=rope, **sizes)
+    vision = CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=32))
+    booster = Booster(plugin=HybridParallelPlugin(**_RING))
+    with pytest.raises(ConfigurationError, match="rotary embedding depends on the length"):
+        booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
