@@ -6,12 +6,12 @@ Llama 4 scales queries by the logarithm of their positions (arXiv 2501.19399), w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardformer.utils.derived_modules import derive, replace_modules
 from shardformer.utils.forward_syntax import counts_positions
 from shardformer.utils.source import with_globals
 
@@ -19,12 +19,17 @@ from shardformer.utils.source import with_globals
 PositionsOfPart = Callable[[int, "torch.device | str | None"], Tensor]
 
 
-def count_whole_sequences(layers: Iterable[nn.Module], positions: PositionsOfPart) -> None:
+def count_whole_sequences(model: nn.Module, layers: Iterable[nn.Module], positions: PositionsOfPart) -> None:
     """Let modules of `layers` that count the positions of their input count those of whole sequences."""
-    for module in dict.fromkeys(each for layer in layers for each in layer.modules()):
-        if counts_positions(type(module)):
-            forward = with_globals(type(module).forward, {"torch": _Torch(positions)})
-            module.forward = MethodType(forward, module)
+    modules = dict.fromkeys(each for layer in layers for each in layer.modules())
+    counting = [module for module in modules if counts_positions(type(module))]
+    methods = {cls: _methods_of(cls, positions) for cls in {type(module) for module in counting}}
+    replace_modules(model, {module: derive(module, methods[type(module)]) for module in counting})
+
+
+def _methods_of(cls: type[nn.Module], positions: PositionsOfPart) -> type[nn.Module]:
+    forward = with_globals(cls.forward, {"torch": _Torch(positions)})
+    return type(cls.__name__, (nn.Module,), {"forward": forward})
 
 
 class _Torch:

@@ -190,7 +190,7 @@ def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, posit
     model.context_axis, model.sequence_is_cut = axis, True
     model.returns_parts = head is not None and head.per_token
     layers = layers_of(model, policy)
-    count_whole_sequences(layers, axis.positions_of_part)
+    count_whole_sequences(model, layers, axis.positions_of_part)
     run_on_whole_sequences(mixers_of_layers(model, policy), axis)
     if not model.returns_parts and not isinstance(layers[-1], StagePlaceholder):
         if any(child is layers for child in reader.children()):

@@ -41,7 +41,7 @@ def divide_layers(
             slice_other_tokens(layer, region)
         for layer in layers if by_exchange else ():
             slice_positions(layer, region)
-        count_whole_sequences(layers if by_exchange else (), region.positions_of_part)
+        count_whole_sequences(model, layers if by_exchange else (), region.positions_of_part)
         if isinstance(region, BlockedSequence):
             use_parameters_by_block(layers, region)
     if isinstance(region, BlockedSequence) and not region.is_cut:
