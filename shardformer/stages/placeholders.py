@@ -61,8 +61,11 @@ class StageInput:
         self.kept = dict(zip(keeps, [*kept, *[None] * (len(keeps) - len(kept))], strict=True))
 
     def dummy(self) -> Tensor:
-        """Return a new tensor shaped like the hidden state; new, because some models scale embeddings in place."""
-        return torch.zeros(()) if self.hidden is None else torch.zeros_like(self.hidden)
+        """Return a new tensor of NaN shaped like the hidden state; new, because some models scale embeddings in place.
+
+        Should a later layer read it, the loss is NaN instead of wrong.
+        """
+        return torch.zeros(()) if self.hidden is None else torch.full_like(self.hidden, torch.nan)
 
 
 class StageBoundary(Exception):

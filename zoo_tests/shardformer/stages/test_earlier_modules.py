@@ -178,3 +178,10 @@ def test_attributes_of_a_kept_module_are_read_as_of_the_module() -> None:
     assert not list(kept.parameters())
     with pytest.raises(AttributeError):
         _ = KeptOutput("embeddings", 0).patches
+
+
+def test_an_embedding_that_a_later_stage_reads_is_not_a_number() -> None:
+    """A value that layers use although it does not travel makes the loss NaN, not wrong."""
+    received = Received()
+    received.stage_input.begin((torch.ones(2, 3, 4),))
+    assert received().shape == (2, 3, 4) and received().isnan().all()
