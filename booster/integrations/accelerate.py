@@ -237,11 +237,9 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
         """Scale the gradients of a model so that their global norm is at most `max_norm`; return the norm before.
 
         Raises:
-            ConfigurationError: if `parameters` are not those of a prepared model, or for another norm.
+            ConfigurationError: if `parameters` are not those of a prepared model, or a norm cannot be.
         """
-        if norm_type != 2:
-            raise ConfigurationError(f"norm_type={norm_type} is not counted over ranks; use norm_type=2")
-        return self._model_of(parameters, "clip_grad_norm_").clip_grad_norm_(max_norm)
+        return self._model_of(parameters, "clip_grad_norm_").clip_grad_norm_(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each element of a model's gradients to [-clip_value, clip_value].

@@ -122,12 +122,10 @@ class FabricMethods(JobMethods, ParallelStrategy):
             The norm before (0-d).
 
         Raises:
-            ConfigurationError: for another norm.
+            ConfigurationError: if a norm cannot be.
             RuntimeError: if the norm is not finite.
         """
-        if norm_type != 2:
-            raise ConfigurationError(f"norm_type={norm_type} is not counted over ranks; use norm_type=2")
-        norm = optimizer.clip_grad_norm_(max_norm)
+        norm = optimizer.clip_grad_norm_(max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}; use error_if_nonfinite=False to go on")
         return norm

@@ -237,15 +237,21 @@ class HybridParallelModel(WholeModelView):
             if param not in held and param.grad is not None:
                 param.grad = None if set_to_none else torch.zeros_like(param.grad)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; return the norm before (0-d).
 
         Must be called on all ranks between the backward pass and `step`. It replaces
-        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` under any layout.
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)` under any layout.
+
+        Args:
+            norm_type: the `p` of the p-norm, above 0; `inf` for the largest absolute value.
+
+        Raises:
+            ConfigurationError: if the model has no optimizer, or a norm is no number, or cannot be.
         """
         if not self.optimizers:
             raise ConfigurationError("model.clip_grad_norm_ finds no optimizer; give boost() the optimizer as well")
-        return clip_grad_norm_(self.optimizers, max_norm)
+        return clip_grad_norm_(self.optimizers, max_norm, norm_type)
 
     def checks_this_batch(self) -> bool:
         """Count a training batch; return whether to compare it over ranks: the first few, and in debug mode all."""

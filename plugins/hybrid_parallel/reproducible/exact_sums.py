@@ -20,8 +20,8 @@ from torch import Tensor
 
 _STEPS = 2.0**50  # multiples of the grid in 1
 LIMIT = 2.0**13  # 2**63 / _STEPS
-# A square is split into multiples of 2**-4, 2**-34 and 2**-64: each part has at most 31 bits, so that 2**32 of them
-# add up in int64.
+# A square, or a lower power, is split into multiples of 2**-4, 2**-34 and 2**-64: each part has at most 31 bits, so
+# that 2**32 of them add up in int64.
 _FIRST_BITS, _PART_BITS, NUM_PARTS = 4, 30, 3
 _CHUNK = 1 << 16  # elements that a CPU converts at once: their intermediate values stay in its cache
 
@@ -69,10 +69,14 @@ def from_multiples(multiples: Tensor, dtype: torch.dtype) -> Tensor:
     return values
 
 
-def square_parts(values: Tensor) -> Tensor:
-    """Return the sum of squares of fp32 `values`, [n], in parts, [3] int64; parts add up exactly over tensors."""
+def power_parts(values: Tensor, exponent: float) -> Tensor:
+    """Return the sum of powers of |fp32 `values`|, [n], in parts, [3] int64; parts add up exactly over tensors.
+
+    Args:
+        exponent: at most 2.
+    """
     zero = torch.zeros(NUM_PARTS, dtype=torch.int64, device=values.device)
-    return sum((_square_parts(part) for part in values.split(_chunk_of(values))), zero)
+    return sum((_power_parts(part, exponent) for part in values.split(_chunk_of(values))), zero)
 
 
 def _chunk_of(values: Tensor) -> int:
@@ -80,8 +84,8 @@ def _chunk_of(values: Tensor) -> int:
     return _CHUNK if values.device.type == "cpu" else max(1, values.numel())
 
 
-def _square_parts(values: Tensor) -> Tensor:
-    rest = values.to(torch.float64).square_().mul_(2.0**_FIRST_BITS)
+def _power_parts(values: Tensor, exponent: float) -> Tensor:
+    rest = values.to(torch.float64).abs_().pow_(exponent).mul_(2.0**_FIRST_BITS)
     parts = []
     for _ in range(NUM_PARTS):
         whole = rest.floor()
@@ -90,10 +94,10 @@ def _square_parts(values: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
-def norm_of_parts(parts: Iterable[int]) -> float:
-    """Return the square root of a sum of squares from its three parts."""
+def norm_of_parts(parts: Iterable[int], exponent: float) -> float:
+    """Return the root of a sum of powers from its three parts."""
     total = 0
     for part in parts:
         total = (total << _PART_BITS) + part
-    exponent = _FIRST_BITS + _PART_BITS * (NUM_PARTS - 1)
-    return math.sqrt(math.ldexp(total, -exponent))
+    whole = math.ldexp(total, -_FIRST_BITS - _PART_BITS * (NUM_PARTS - 1))
+    return math.sqrt(whole) if exponent == 2.0 else whole ** (1.0 / exponent)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.reproducible.bucket import ExactBucket
-from plugins.hybrid_parallel.reproducible.exact_sums import LIMIT, NUM_PARTS, largest, norm_of_parts, square_parts
+from plugins.hybrid_parallel.reproducible.exact_sums import LIMIT, NUM_PARTS, largest, norm_of_parts, power_parts
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.distributed.process_groups import world_group
 
@@ -44,12 +46,19 @@ class ExactReducer(GradientReducer):
             )
         super().finish(factor)
 
-    def global_norm(self, device: torch.device) -> Tensor:
-        """Return the norm of the gradients of all ranks, from the exact sum of their squares.
+    def global_norm(self, device: torch.device, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the gradients of all ranks, from the exact sum of their squares, or other powers.
 
         Raises:
-            ConfigurationError: if user code has set gradients beyond the range of exact sums.
+            ConfigurationError: if user code has set gradients beyond the range of exact sums, or for a power that is.
         """
+        if norm_type == math.inf:  # nothing is added up
+            return super().global_norm(device, norm_type)
+        if norm_type > 2.0:
+            raise ConfigurationError(
+                f"reproducible=True adds up squares of gradients or lower powers, and norm_type={norm_type:g}; use 2 or "
+                "less, inf, or reproducible=False"
+            )
         parts = torch.zeros(NUM_PARTS + 2, dtype=torch.int64, device=device)
         for bucket in self.buckets:
             bucket.clear_stale()
@@ -59,14 +68,14 @@ class ExactReducer(GradientReducer):
             elif most >= LIMIT:
                 parts[NUM_PARTS + 1] += 1
             elif bucket.used and bucket.counted:
-                parts[:NUM_PARTS] += square_parts(bucket.shard_grads)
+                parts[:NUM_PARTS] += power_parts(bucket.shard_grads, norm_type)
         if dist.get_world_size() > 1:
             dist.all_reduce(parts, group=world_group())
-        *squares, nonfinite, beyond = parts.tolist()
+        *powers, nonfinite, beyond = parts.tolist()
         if beyond:
             raise ConfigurationError(
                 f"reproducible=True adds up gradients below {LIMIT:g}, and one was set to more; set smaller ones, or "
                 "use reproducible=False"
             )
-        norm = torch.nan if nonfinite else norm_of_parts(squares)
+        norm = torch.nan if nonfinite else norm_of_parts(powers, norm_type)
         return torch.tensor(norm, dtype=torch.float64, device=device)

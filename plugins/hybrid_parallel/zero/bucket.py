@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.loss.arithmetic import norm_of
 from plugins.hybrid_parallel.zero.bucket_layout import (
     BucketOptions,
     BucketSlice,
@@ -109,7 +110,7 @@ class Bucket(GradientsByHand):
         self._result: Tensor | None = None
         self._sum_of_passes: Tensor | None = None  # shard of the passes that were reduced since the last `keep`
         self.in_passes: set[int] = set()  # parameters with gradients in these passes
-        self.norm: Tensor | None = None  # of the result of the reduction, 0-d; None if it is not known
+        self.norm: Tensor | None = None  # of the result of the reduction; None if it is not known
 
     @property
     def flat(self) -> Tensor:
@@ -161,7 +162,7 @@ class Bucket(GradientsByHand):
         if self.flat.device.type != "cpu":  # read with the norms of the other buckets, in fewer kernels
             self._pending.mark_done(None)
             return
-        self.norm = torch.linalg.vector_norm(self._result)
+        self.norm = norm_of(self._result)
         self._pending.mark_done(math.isfinite(self.norm))
         self.page_out_grads()
 

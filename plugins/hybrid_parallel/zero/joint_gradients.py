@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class TakesGradients(Protocol):
     def finish_gradients(self) -> None:
         """Reduce all gradients, and bring them to scale 1."""
 
-    def global_norm(self) -> Tensor:
+    def global_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients."""
 
 
@@ -87,16 +88,34 @@ def _refuse_other_counts(reducers: Sequence[GradientReducer], counts: Counts | N
 
 @failure.guard("model.clip_grad_norm_")
 @torch.no_grad()
-def clip_grad_norm_(optimizers: Sequence[TakesGradients], max_norm: float) -> Tensor:
+def clip_grad_norm_(optimizers: Sequence[TakesGradients], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale the gradients of several optimizers so that their joint norm is at most `max_norm`.
+
+    Args:
+        norm_type: the `p` of the p-norm, above 0; `inf` for the largest absolute value.
 
     Returns:
         The norm before scaling, 0-d, the same on every rank.
+
+    Raises:
+        ConfigurationError: if a norm is no number, or cannot be.
     """
+    max_norm = _number("max_norm", max_norm, "of 0 or more", lambda value: value >= 0)
+    norm_type = _number("norm_type", norm_type, "above 0, or inf for the largest gradient", lambda value: value > 0)
     for optimizer in optimizers:
         optimizer.finish_gradients()
-    norm = torch.linalg.vector_norm(torch.stack([optimizer.global_norm() for optimizer in optimizers]))
+    norm = torch.linalg.vector_norm(torch.stack([each.global_norm(norm_type) for each in optimizers]), norm_type)
     factor = clip_factor(norm, max_norm)
     for bucket in (bucket for optimizer in optimizers for bucket in optimizer.buckets):
         bucket.scale_grads(factor)
     return norm
+
+
+def _number(name: str, value: Any, words: str, holds: Callable[[float], bool]) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not holds(number):
+        raise ConfigurationError(f"clip_grad_norm_ got {name}={value!r}; use a number {words}")
+    return number

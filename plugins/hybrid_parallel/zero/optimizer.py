@@ -195,13 +195,13 @@ class HybridParallelOptimizer(GuardedOptimizer):
         for bucket in self.buckets:
             bucket.clear_grads(set_to_none)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`; return the norm before (0-d).
 
         Must be called on all ranks between the backward pass and `step`. It does what `torch.nn.utils.clip_grad_norm_`
         does to the parameters of this optimizer; `model.clip_grad_norm_` includes all optimizers.
         """
-        return clip_grad_norm_([self], max_norm)
+        return clip_grad_norm_([self], max_norm, norm_type)
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -405,9 +405,9 @@ class HybridParallelOptimizer(GuardedOptimizer):
                 "is, to evaluate; call booster.execute_pipeline(batches, model, optimizer=optimizer) to train"
             )
 
-    def global_norm(self) -> Tensor:
+    def global_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients, each parameter counted once over all axes (0-d, float64, loss-scaled).
 
         A copy that is not counted still makes the norm nan if it is not finite, since its own rank would be corrupted.
         """
-        return self.reducer.global_norm(self.mesh.device)
+        return self.reducer.global_norm(self.mesh.device, norm_type)

@@ -77,9 +77,9 @@ class GradientReducer:
         """Whether gradients are reduced after every pass (ZeRO stage 2); the same on all replicas."""
         return any(bucket.reduces_each_pass for bucket in self.buckets)
 
-    def global_norm(self, device: torch.device) -> Tensor:
+    def global_norm(self, device: torch.device, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the reduced gradients of all ranks (0-d, float64); see `grad_norm.global_norm`."""
-        return global_norm(self.buckets, device)
+        return global_norm(self.buckets, device, norm_type)
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets; tied ones stay last, and in the same order on all stages."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from plugins.hybrid_parallel.loss.arithmetic import norm_of
 from plugins.hybrid_parallel.zero.local_gradients import LocalGradients, zero
 from shardformer.distributed.collectives import all_gather_flat
 
@@ -23,7 +24,7 @@ class GradientsByHand(LocalGradients):
         used: indices of parameters with reduced gradients.
         results: memory of reductions to shards.
         in_passes: indices of parameters with gradients in passes that were reduced by themselves.
-        norm: of the shard of the reduced gradients, 0-d; None if it is not known.
+        norm: Euclidean, of the shard of the reduced gradients (0-d, float64); None if it is not known.
     """
 
     results: GradBufferPool | FreshBuffers
@@ -168,7 +169,7 @@ class GradientsByHand(LocalGradients):
             self.norm = None
             self.shard_grads.add_(result.cpu())
             return
-        self.norm = torch.linalg.vector_norm(result)
+        self.norm = norm_of(result)
         if self.shard_grads is None:
             self.shard_grads = self.options.states.empty(len(result), result.dtype, result.device)
         self.shard_grads.copy_(result)

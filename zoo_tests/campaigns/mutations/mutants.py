@@ -126,11 +126,11 @@ def _clipping_counts_every_copy() -> None:
 
 
 def _clipping_counts_one_stage() -> None:
-    from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
+    from plugins.hybrid_parallel.zero.grad_norm import norm_of_rank
     from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 
-    def norm(self: HybridParallelOptimizer) -> Tensor:
-        return sum_of_squares(self.buckets, self.mesh.device).sqrt()
+    def norm(self: HybridParallelOptimizer, norm_type: float = 2.0) -> Tensor:
+        return norm_of_rank(self.buckets, self.mesh.device, norm_type)
 
     HybridParallelOptimizer.global_norm = norm
 
@@ -150,8 +150,8 @@ def _no_gathering_after_the_step() -> None:
 def _bad_copies_do_not_count() -> None:
     from plugins.hybrid_parallel.zero import grad_norm
 
-    sum_of_squares = grad_norm.sum_of_squares
-    grad_norm.sum_of_squares = lambda buckets, device: sum_of_squares([one for one in buckets if one.counted], device)
+    norm_of_rank = grad_norm.norm_of_rank
+    grad_norm.norm_of_rank = lambda buckets, *options: norm_of_rank([one for one in buckets if one.counted], *options)
 
 
 def _copies_are_not_compared() -> None:

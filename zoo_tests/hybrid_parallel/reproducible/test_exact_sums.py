@@ -14,7 +14,7 @@ from plugins.hybrid_parallel.reproducible.exact_sums import (
     from_multiples,
     largest,
     norm_of_parts,
-    square_parts,
+    power_parts,
 )
 
 
@@ -69,9 +69,10 @@ def test_zeros_take_part_and_what_is_not_finite_is_reported() -> None:
 
 def test_norms_of_parts_add_up_exactly() -> None:
     values = _values().flatten()
-    whole = square_parts(values)
-    for cut in (1, 7, 1000):
-        parts = square_parts(values[:cut]) + square_parts(values[cut:].flip(0))
-        assert torch.equal(parts, whole)
-    expected = math.sqrt(math.fsum(value * value for value in values.double().tolist()))
-    assert math.isclose(norm_of_parts(whole.tolist()), expected, rel_tol=1e-15)
+    for exponent in (2.0, 1.0, 0.5):
+        whole = power_parts(values, exponent)
+        for cut in (1, 7, 1000):
+            parts = power_parts(values[:cut], exponent) + power_parts(values[cut:].flip(0), exponent)
+            assert torch.equal(parts, whole)
+        expected = math.fsum(abs(value) ** exponent for value in values.double().tolist()) ** (1.0 / exponent)
+        assert math.isclose(norm_of_parts(whole.tolist(), exponent), expected, rel_tol=1e-15)

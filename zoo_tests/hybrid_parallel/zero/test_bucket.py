@@ -21,7 +21,7 @@ from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, places_in_
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
-from plugins.hybrid_parallel.zero.grad_norm import sum_of_squares
+from plugins.hybrid_parallel.zero.grad_norm import norm_of_rank
 from plugins.hybrid_parallel.zero.grouping import check_optimizer
 from plugins.hybrid_parallel.zero.state_memory import StateMemory
 from zoo_tests.cuda_trace.recorder import StepRecorder
@@ -139,12 +139,12 @@ def test_a_step_starts_no_kernel_for_each_parameter(counted: bool) -> None:
         bucket.written, bucket._result = set(range(number)), bucket.flat_grads
         bucket.keep(set(range(number)))
         with StepRecorder("cpu") as recorder, torch.no_grad():
-            squares = sum_of_squares([bucket], torch.device("cpu"))
+            norm = norm_of_rank([bucket], torch.device("cpu"))
             bucket.assign_grads(0.5)
             bucket.take_changed_weights()
             bucket.all_gather_params()
             bucket.clear_grads(set_to_none=False)
-        assert bool(squares) is counted
+        assert bool(norm) is counted
         found.append(recorder.counts.kernels)
         assert all(piece.parameter.grad is not None for piece in bucket.pieces)
     assert found[0] == found[1]

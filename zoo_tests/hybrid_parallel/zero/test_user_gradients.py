@@ -104,7 +104,7 @@ def test_a_gradient_in_a_shard_is_refused_not_none() -> None:
     assert clip_grad_norm_(pair.model.parameters(), 1.0) == 0.0
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @distributed(2)
 def test_our_own_tools_under_any_layout(zero_stage: int) -> None:
     pair = Pair.make(_momentum, zero_stage=zero_stage)

@@ -66,7 +66,7 @@ def _fabric(action: Callable[[Any, Any, Any], Any], **options: Any) -> None:
 
 def _norm_of_another_kind(fabric: Any, model: Any, optimizer: Any) -> None:
     model, optimizer = fabric.setup(model, optimizer)
-    fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=0)
 
 
 def _backward_of_a_model_without_optimizer(fabric: Any, model: Any, optimizer: Any) -> None:
@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
         lambda folder: _fabric(lambda fabric, model, optimizer: fabric.setup_optimizers(optimizer)),
         ("got a SGD without its model", "fabric.setup(model, optimizer)"),
     ),
-    "another norm": (lambda folder: _fabric(_norm_of_another_kind), ("norm_type=1", "use norm_type=2")),
+    "another norm": (lambda folder: _fabric(_norm_of_another_kind), ("norm_type=0", "use a number above 0")),
     "backward": (
         lambda folder: _fabric(_backward_of_a_model_without_optimizer),
         ("finds no optimizer", "fabric.setup(model, optimizer)"),
