@@ -56,8 +56,8 @@ class ExactReducer(GradientReducer):
             return super().global_norm(device, norm_type)
         if norm_type > 2.0:
             raise ConfigurationError(
-                f"reproducible=True adds up squares of gradients or lower powers, and norm_type={norm_type:g}; use 2 or "
-                "less, inf, or reproducible=False"
+                f"reproducible=True adds up squares of gradients or lower powers, and norm_type={norm_type:g}; use 2 "
+                "or less, inf, or reproducible=False"
             )
         parts = torch.zeros(NUM_PARTS + 2, dtype=torch.int64, device=device)
         for bucket in self.buckets:

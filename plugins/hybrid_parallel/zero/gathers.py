@@ -6,14 +6,14 @@ FSDP2). Where autograd computes no gradient of the inputs, they stay until the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from booster.errors import ConfigurationError
@@ -22,7 +22,7 @@ from plugins.hybrid_parallel.zero.gather_units import GatherUnit, GatherUnits
 from plugins.hybrid_parallel.zero.initial_values import Source
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from shardformer.shard_spec import spec_of
-from shardformer.utils.backward_pass import in_backward
+from shardformer.utils.backward_pass import current_pass, in_backward
 from shardformer.utils.freed_memory import return_freed_memory
 from shardformer.utils.untraced import untraced
 
@@ -225,13 +225,48 @@ class ParameterGathers:
         if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
             results, given = _differentiable(outputs), _differentiable((args, kwargs))
             if results:
-                register_multi_grad_hook(results, lambda grad: self._use(units, True), mode="any")
+                UseInBackward(partial(self._use, units, True), partial(self._release, units)).watch(results, given)
             elif given or any(param.requires_grad for unit in units for each in unit.members for param in each.params):
                 self._pinned.update(units)  # the results are in an object that hides them
-            if results and given:
-                register_multi_grad_hook(given, lambda grads: self._release(units))
         if not in_backward():  # a layer that is recomputed there is about to be used
             self._release(units)
+
+
+class UseInBackward:
+    """One call of a module, as a backward pass sees it.
+
+    The hooks of tensors refer in one direction alone, that of the graph: those of results to the nodes of inputs.
+    `torch.autograd.graph.register_multi_grad_hook` lets inputs refer to each other, which nothing ever frees.
+
+    Args:
+        begin: called at the first gradient of the results.
+        end: called after the last gradient of the inputs.
+    """
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin, self._end = begin, end
+        self._pass = self._left = -1  # number of the backward pass; inputs that have yet to get a gradient
+
+    def watch(self, results: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """Register the hooks, on no tensor that is an input and a result, and on none that outlives the graph."""
+        given = [tensor for tensor in given if not isinstance(tensor, nn.Parameter)]
+        nodes = [get_gradient_edge(tensor).node for tensor in given]
+        for tensor in results:
+            if not any(tensor is each for each in given):
+                tensor.register_hook(lambda grad: self._reach_results(nodes))
+        for tensor in given:
+            tensor.register_hook(lambda grad: self._reach_input())
+
+    def _reach_results(self, nodes: Sequence[Any]) -> None:
+        if self._pass != current_pass():
+            self._pass, self._left = current_pass(), sum(map(torch._C._will_engine_execute_node, nodes))
+            self._begin()
+
+    def _reach_input(self) -> None:
+        if self._pass == current_pass():
+            self._left -= 1
+            if self._left == 0:
+                self._end()
 
 
 def _differentiable(values: Any) -> list[Tensor]:
