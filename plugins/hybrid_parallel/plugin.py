@@ -239,6 +239,7 @@ class HybridParallelPlugin(Plugin):
         count = None if count is None else over_replicas(count, self.grid)
         with ExitStack() as stack:
             stack.enter_context(naming_ranks())
+            self._compare_ranks(optimizer)
             stack.enter_context(accepting_gradients(optimizer.peers))
             others = self._optimizers_besides(optimizer)
             stack.enter_context(accepting_gradients(others, optimizer.loss_scale.value))
@@ -265,6 +266,13 @@ class HybridParallelPlugin(Plugin):
                 reducer.end_backward(is_final=synchronises)
         if synchronises and optimizer.trace.microbatches:
             self._loading.first_batches.compare(optimizer.trace.microbatches[-1])
+
+    def _compare_ranks(self, optimizer: HybridParallelOptimizer) -> None:
+        """Compare in debug mode what ranks share: a pass would spread what has diverged since the last step."""
+        for reference in self._models if self.config.debugging.debug else ():
+            model = reference()
+            if model is not None and optimizer in model.optimizers:
+                model.synchrony.run_at(self.config.debugging.synchrony_interval, model.optimizers)
 
     def _run_pipelines_back(self, optimizer: HybridParallelOptimizer, synchronises: bool) -> None:
         """Run the pipelines of all models whose outputs the loss has reached."""
@@ -321,10 +329,10 @@ class HybridParallelPlugin(Plugin):
         batch, criterion = self._adapt(next_batch(data_iter), model, criterion, return_loss or optimizer is not None)
         if optimizer is not None:
             self._loading.first_batches.compare(as_batch(batch))
-        step = PipelineStep(
-            model, self.grid, self.config.pipeline, self.config.debugging, criterion, trains=optimizer is not None
-        )
+        step = PipelineStep(model, self.grid, self.config.pipeline, criterion, trains=optimizer is not None)
         with naming_ranks():
+            if optimizer is not None:
+                self._compare_ranks(optimizer)
             return step.run(batch, return_loss, return_outputs)
 
     def _adapt(

@@ -13,20 +13,15 @@ from booster.errors import ConfigurationError
 from booster.plugin import PipelineResult
 from plugins.hybrid_parallel.boosted.batch_split import BatchSplit, BatchSplitter
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.config.debugging import DebugOptions
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
-from plugins.hybrid_parallel.data.batch_check import check_batch
-from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of, to_device
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
 from plugins.hybrid_parallel.pipeline.runtime import PassState
-from plugins.hybrid_parallel.zero.frozen import check_tied
 from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients
 from plugins.hybrid_parallel.zero.passes import BackwardPasses
-from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.loss.terms import LOSS_KEYWORDS
 
 
@@ -37,7 +32,6 @@ class PipelineStep:
         model: the boosted model.
         mesh: the grid of ranks.
         pipeline: how a batch is split.
-        debugging: whether and when ranks compare their state.
         criterion: the user's loss, or None for the model's own.
         trains: whether to run the backward pass.
     """
@@ -47,12 +41,11 @@ class PipelineStep:
         model: HybridParallelModel,
         mesh: HybridMesh,
         pipeline: PipelineOptions,
-        debugging: DebugOptions,
         criterion: Callable[[Any, Any], Any] | None,
         trains: bool,
     ) -> None:
         self.model, self.mesh, self.criterion, self.trains = model, mesh, criterion, trains
-        self.splitter, self.debugging = BatchSplitter(model, pipeline), debugging
+        self.splitter = BatchSplitter(model, pipeline)
 
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
         """Run one batch; see `Booster.execute_pipeline`."""
@@ -60,13 +53,8 @@ class PipelineStep:
         uncast = (*getattr(self.criterion, "own_entries", ()), *LOSS_KEYWORDS)  # counts would be rounded in 16 bits
         given = self.model.told_of_documents(as_batch(batch))
         batch = to_device(given, self.mesh.device, self.model.input_dtype, uncast)
-        if self.trains and self.model.checks_this_batch():
-            check_batch(batch, self.mesh)
-        if self.trains and self.debugging.debug:
-            # Before the pass: it would spread a divergence that arose between two steps.
-            self.model.synchrony.run_at(self.debugging.synchrony_interval, self.model.optimizers)
         if self.trains:
-            check_tied(self.model.tied, self.model.unwrap())
+            self.model.begin_training(batch)
             for reducer in self.model.reducers:
                 reducer.settle()
         reads_rows = self.criterion is not None
@@ -81,7 +69,7 @@ class PipelineStep:
         if self.trains:
             self.model.trace.begin(microbatches, loss.shares)
         outputs: list[Any] = []
-        with naming_entry(batch):
+        with self.model.in_forward(batch, self.trains and bool(own)):
             self._run_schedule(microbatches, loss, len(own), outputs if return_outputs else None)
         for optimizer in self.model.optimizers if self.trains else ():
             optimizer.reducer.launch_rest()
@@ -112,9 +100,6 @@ class PipelineStep:
 
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.trains))
-            stack.enter_context(self.model.running())
-            stack.enter_context(self.model.counting_experts(self.trains and bool(num_own)))
-            stack.enter_context(weights_rounded_once(runtime.module))
             stack.enter_context(loss.reading(self.model, keeps_outputs=keep is not None))
             stack.enter_context(accepting_gradients(self.model.optimizers if self.trains else ()))
             self.model.agree_on_media(inputs)

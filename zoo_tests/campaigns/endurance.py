@@ -93,8 +93,7 @@ def _between(boosted: Boosted, batch: dict[str, torch.Tensor], directory: Path) 
 
 
 def _look() -> list[float]:
-    gc.collect()
-    return_freed_memory()
+    return_freed_memory()  # but no garbage is collected: how often that happens is part of what is measured
     status = Path("/proc/self/status").read_text()
     memory, shared = (int(re.search(rf"Rss{kind}:\s+(\d+)", status)[1]) for kind in ("Anon", "Shmem"))
     files, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))

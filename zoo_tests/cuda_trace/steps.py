@@ -89,7 +89,7 @@ def _run(trace: Trace, rank: int, config: HybridParallelConfig, headers: list[p2
         for _ in range(STEPS):
             recorder = StepRecorder()
             with recorder:
-                step = PipelineStep(boosted, grid, config.pipeline, config.debugging, criterion, trains=True)
+                step = PipelineStep(boosted, grid, config.pipeline, criterion, trains=True)
                 result = step.run(given, return_loss=True, return_outputs=False)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -24,13 +24,14 @@ from plugins.hybrid_parallel.boosted.whole_model import WholeModel
 from plugins.hybrid_parallel.boosted.whole_model_view import WholeModelView
 from plugins.hybrid_parallel.boosted.whole_outputs import with_whole_logits, with_whole_sequences
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
-from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch_of_replica
+from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch, check_batch_of_replica
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts
 from plugins.hybrid_parallel.data.microbatch import num_rows, stand_in, to_device, without_rows
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP
+from plugins.hybrid_parallel.distributed.checked_collectives import naming_ranks
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.expert_balance import ExpertBalance
@@ -40,6 +41,7 @@ from plugins.hybrid_parallel.offload.stores import Store
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.reproducible.units import Units
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
+from plugins.hybrid_parallel.zero.frozen import check_tied
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
@@ -47,6 +49,7 @@ from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.distributed.random import SharedStream
+from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
 from shardformer.loss.terms import LOSS_KEYWORDS
@@ -168,7 +171,9 @@ class HybridParallelModel(WholeModelView):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Prepare a pass through the model: its parameters are gathered, and it draws from its own random stream.
+        """Prepare a pass through the model, in either direction.
+
+        Parameters are gathered and rounded to 8 bits once, activations are moved, and the model draws from its stream.
 
         Raises:
             ConfigurationError: if a parameter has been replaced since `boost`.
@@ -178,11 +183,35 @@ class HybridParallelModel(WholeModelView):
             optimizer.wait_for_parameters()
         with ExitStack() as stack:
             stack.enter_context(self.gathers.running())
+            stack.enter_context(weights_rounded_once(self.module))
             if self.activations is not None:
                 stack.enter_context(self.activations.running())
             if self.stream is not None and self.training:
                 stack.enter_context(self.stream.active())
             yield
+
+    @contextmanager
+    def in_forward(self, batch: Mapping[str, Any], counts: bool) -> Iterator[None]:
+        """Run forward passes of a batch in this context, of `model(**batch)` and of `execute_pipeline`.
+
+        Args:
+            batch: the arguments of the model's forward.
+            counts: whether its tokens count for the load of experts.
+        """
+        with naming_ranks(), self.running(), self.counting_experts(counts), naming_entry(batch):
+            yield
+
+    def begin_training(
+        self, batch: Mapping[str, Any], check: Callable[[Mapping[str, Any], HybridMesh], None] = check_batch
+    ) -> None:
+        """Check before a training pass what ranks must share.
+
+        Args:
+            check: compares the batch over ranks.
+        """
+        if self.checks_this_batch():
+            check(batch, self.mesh)
+        check_tied(self.tied, self.unwrap())
 
     @method_as_declared(lambda model: model.options.signature)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,16 +236,16 @@ class HybridParallelModel(WholeModelView):
         kwargs = self.options.inputs(kwargs)
         weight = None
         if torch.is_grad_enabled():
-            if self.checks_this_batch():
-                check_batch_of_replica(kwargs, self.mesh)
+            self.begin_training(kwargs, check_batch_of_replica)
             self.trace.begin([kwargs], [])
             weight = self.user_loop.begin(kwargs, args)
         if weight is not None:
             args, kwargs = weight.off_inputs(args), weight.off_inputs(kwargs)
         counts = torch.is_grad_enabled() and bool(args or num_rows(kwargs))
         guard = failure.guard("model(**batch)", publishes=False)
-        with guard, self.running(), naming_entry(kwargs), self.counting_experts(counts):
+        with guard, self.in_forward(kwargs, counts):
             self.agree_on_media([kwargs if args or num_rows(kwargs) else {}])
+            self.runtime.begin_microbatch(0)
             if self.losses.lacks_labels(kwargs):
                 outputs = self._forward_without_loss(args, kwargs)
             elif self.losses.own_reason(kwargs) is None:
@@ -274,7 +303,7 @@ class HybridParallelModel(WholeModelView):
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         kwargs = to_device(kwargs, self.mesh.device, self.input_dtype)
-        with self.gathers.running():
+        with self.gathers.running(), weights_rounded_once(self.module):
             self.agree_on_media([kwargs])
             if self.mesh.size("pp") > 1:
                 return generate_through_stages(self, args, kwargs)

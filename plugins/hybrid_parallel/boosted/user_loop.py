@@ -34,8 +34,6 @@ from plugins.hybrid_parallel.boosted.output_parts import (
     reason_withheld,
 )
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
-from plugins.hybrid_parallel.data.batch_check import check_batch
-from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, without_rows
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
@@ -46,7 +44,6 @@ from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLo
 from plugins.hybrid_parallel.pipeline.outputs import detached
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.zero.passes import BackwardPasses
-from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
 
@@ -97,8 +94,7 @@ class UserLoop:
         model, mesh = self.model, self.model.mesh
         agree(mesh, "calls model(**batch)")
         if torch.is_grad_enabled():
-            if model.checks_this_batch():
-                check_batch(batch, mesh)
+            model.begin_training(batch)
             model.trace.begin([batch], [])
         weight = self.begin(batch) if torch.is_grad_enabled() else None
         split = self.splitter.split(batch, on_host, torch.is_grad_enabled(), least=1)
@@ -172,10 +168,7 @@ class PipelineCall:
             return OutputGradients(results[-1], index, len(microbatches), lengths, grads) if trains else None
 
         with ExitStack() as stack:
-            stack.enter_context(model.running())
-            stack.enter_context(model.counting_experts(trains and bool(own)))
-            stack.enter_context(weights_rounded_once(runtime.module))
-            stack.enter_context(naming_entry(batch))
+            stack.enter_context(model.in_forward(batch, trains and bool(own)))
             if loss.reads_parallel_logits:
                 stack.enter_context(parallel_logits(model))
             model.agree_on_media(inputs)

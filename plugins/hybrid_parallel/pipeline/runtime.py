@@ -119,6 +119,11 @@ class PipelineRuntime:
         """Call `hook(index of the micro-batch)` before either direction of each micro-batch."""
         self.microbatch_hooks.append(hook)
 
+    def begin_microbatch(self, index: int) -> None:
+        """Call the hooks of a micro-batch."""
+        for hook in self.microbatch_hooks:
+            hook(index)
+
     @cached_property
     def stage_parameters(self) -> dict[int, frozenset[nn.Parameter]]:
         """The parameters of each stage of this rank."""
@@ -269,8 +274,7 @@ class PassState:
 
     def run(self, action: Action) -> None:
         """Run an action, without sending its result."""
-        for hook in self.runtime.microbatch_hooks:
-            hook(action.microbatch)
+        self.runtime.begin_microbatch(action.microbatch)
         message = self._message_for(action)
         recorder = self.runtime.recorder
         with record_function(PIPELINE_MARK + action.title), recorder.action(action) if recorder else nullcontext():

@@ -33,7 +33,8 @@ class ScheduleRecorder:
         self._mesh = mesh
         self._is_first = mesh.rank(DP_CP) == mesh.rank("tp") == 0
         self._path = directory / f"rank{mesh.rank('pp')}.jsonl"
-        self._step, self._marks = 0, []
+        self._step = 0
+        self._marks: list[tuple[Action, Any, Any]] | None = None  # of the present step
         if self._is_first:
             directory.mkdir(parents=True, exist_ok=True)
             self._path.unlink(missing_ok=True)
@@ -60,13 +61,15 @@ class ScheduleRecorder:
             ]
             with self._path.open("a") as file:
                 file.write(json.dumps({"step": self._step, "actions": actions}) + "\n")
+        self._marks = None
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Record one action, from the time its inputs have arrived."""
         start = self._now()
         yield
-        self._marks.append((action, start, self._now()))
+        if self._marks is not None:
+            self._marks.append((action, start, self._now()))
 
     def _now(self) -> Any:
         if self._mesh.device.type != "cuda":
