@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from transformers.utils import import_utils
 
-from plugins.hybrid_parallel import train_step
 from plugins.hybrid_parallel.boosted import batch_split
+from plugins.hybrid_parallel.boosted import model as boosted_model
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.boosted.whole_model import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
@@ -129,7 +129,7 @@ def stand_ins(headers: list[p2p.Specs]) -> Iterator[None]:
         p2p: {"to_header": keep, "from_header": lambda _: next(received)},
         # Agreement between ranks is on the host.
         GradientReducer: {"_agree_on_used": _on_host(GradientReducer._agree_on_used)},
-        train_step: {"check_tied": _on_host(train_step.check_tied)},
+        boosted_model: {"check_tied": _on_host(boosted_model.check_tied)},
         batch_split: {"agreed_microbatches": _on_host(batch_split.agreed_microbatches)},
         FakeTensor: {"data_ptr": _address},
         # Tensors of numbers, and indices in lists, are made on the host and then copied, which is counted.

@@ -25,8 +25,8 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
     ),
     "clipping of accelerate left out": Edit(
         f"{_HERE}.accelerate",
-        ".clip_grad_norm_(max_norm)",
-        ".clip_grad_norm_(1e9)",
+        ".clip_grad_norm_(max_norm, norm_type)",
+        ".clip_grad_norm_(1e9, norm_type)",
         (f"{_LOOP}[tp2]",),
     ),
     "schedule of accelerate steps once for all replicas": Edit(
@@ -124,7 +124,7 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
     "clipping of Lightning left out": Edit(
         f"{_HERE}.lightning.precision",
         "boosted_in(optimizer).clip_grad_norm_(clip_val)",
-        "boosted_in(optimizer).clip_grad_norm_(1e9)",
+        "boosted_in(optimizer).clip_grad_norm_(1e9, norm_type)",
         (f"{_FITS}[bert-tp2pp2]", f"{_FITS}[manual-dp2]"),
     ),
     "order of samples after the sanity check not restored": Edit(

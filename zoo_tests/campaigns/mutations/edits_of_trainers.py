@@ -43,7 +43,7 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
     ),
     "Trainer: gradients are not clipped": Edit(
         "booster.integrations.accelerate",
-        'self._model_of(parameters, "clip_grad_norm_").clip_grad_norm_(max_norm)',
+        'self._model_of(parameters, "clip_grad_norm_").clip_grad_norm_(max_norm, norm_type)',
         'self._model_of(parameters, "clip_grad_norm_").clip_grad_norm_(float("inf"))',
         (f"{_TRAINER}[bert-dp2]", f"{_TRAINER}[bert-tp2pp2]", f"{_TRL}[sft dft]"),
     ),
