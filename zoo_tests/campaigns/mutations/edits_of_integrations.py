@@ -124,7 +124,7 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
     "clipping of Lightning left out": Edit(
         f"{_HERE}.lightning.precision",
         "boosted_in(optimizer).clip_grad_norm_(clip_val)",
-        "boosted_in(optimizer).clip_grad_norm_(1e9, norm_type)",
+        "boosted_in(optimizer).clip_grad_norm_(1e9)",
         (f"{_FITS}[bert-tp2pp2]", f"{_FITS}[manual-dp2]"),
     ),
     "order of samples after the sanity check not restored": Edit(
