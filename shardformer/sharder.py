@@ -17,7 +17,12 @@ from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput, for_quantised
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.loss.routers import routers_are_asked
-from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.base import (
+    ModulePolicyDescription,
+    Policy,
+    SubModuleReplacementDescription,
+    description_of,
+)
 from shardformer.policies.head_losses import keep_head_losses
 from shardformer.policies.registry import policy_for
 from shardformer.policies.user.uniform import UniformPolicy
@@ -124,16 +129,17 @@ class ModelSharder:
             ValueError: the model cannot be sharded as requested; the message lists all reasons.
         """
         problems = [*self.policy.check(), *self._check_towers()]
-        if routers_are_asked(self.model, {}):
-            problems += router_problems(self.model, self.config)
+        for part in self.policy.parts:
+            if routers_are_asked(part.model, {}):
+                problems += router_problems(part.model, self.config)
         if self.config.stage_manager.num_stages > 1:
             problems += self._check_stages()
         if self.config.tensor_parallel_size > 1:
             problems += self._check_table()
         if not problems:
             problems += self.kept.problems(self.model)
-        if self.config.uses_ulysses:
-            problems += exchange_problems(self.model, self.policy, self.config)
+        for part in self.policy.parts if self.config.uses_ulysses else ():
+            problems += exchange_problems(part.model, part, self.config)
         if self.config.context is not None:
             problems += context_problems(self.model, self.policy, self.config)
         if self.config.sequence is not None or self._layer_sequence is not None:
@@ -224,10 +230,7 @@ class ModelSharder:
         for path, module in list(self.model.named_modules()):
             if isinstance(module, StagePlaceholder):
                 continue
-            # Keys are class names, or paths if the table was lowered from a tensor-parallel plan.
-            names = (path, *(cls.__name__ for cls in type(module).__mro__))
-            description = next((self.table[name] for name in names if name in self.table), None)
-            if description is not None:
+            if (description := description_of(self.table, path, module)) is not None:
                 yield path, module, description
 
     def _apply(self, module: nn.Module, description: ModulePolicyDescription) -> None:
@@ -405,10 +408,12 @@ class ModelSharder:
 
     def _held_layers(self) -> list[list[nn.Module]]:
         """Return the layers that run consecutively on this rank, one list per layer list and stage."""
-        if self._cut is not None:
-            return self._cut.held_layers()
-        base = self.model.get_submodule(self.policy.base_path)
-        return [list(base.get_submodule(layout.layers)) for layout in self.policy.stages.chain]
+        is_cut = self._cut is not None
+        found = self._cut.held_layers() if is_cut else []
+        for part in self.policy.parts[is_cut:]:
+            base = part.model.get_submodule(part.base_path)
+            found += [list(base.get_submodule(each.layers)) for each in (part.stages.chain if part.stages else ())]
+        return found
 
     def _names_on_several_stages(self, groups: list[list[str]]) -> list[tuple[list[str], list[int]]]:
         """Return parameters (all names of each) held by several stages, with these stages.

@@ -50,8 +50,10 @@ class PipelineStep:
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
         """Run one batch; see `Booster.execute_pipeline`."""
         self.model.refuse_unseen_hooks()
-        uncast = (*getattr(self.criterion, "own_entries", ()), *LOSS_KEYWORDS)  # counts would be rounded in 16 bits
         given = self.model.told_of_documents(as_batch(batch))
+        of_criterion = () if self.criterion is None else self.model.options.unread(given)
+        # What the loss reads, such as counts, would be rounded in 16 bits.
+        uncast = (*getattr(self.criterion, "own_entries", ()), *of_criterion, *LOSS_KEYWORDS)
         batch = to_device(given, self.mesh.device, self.model.input_dtype, uncast)
         if self.trains:
             self.model.begin_training(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,6 +145,11 @@ class Policy(ABC):
         prefix = getattr(self.model, "base_model_prefix", "")
         return prefix if prefix and hasattr(self.model, prefix) else ""
 
+    @property
+    def parts(self) -> Sequence[Policy]:
+        """The policies of the models of transformers that the model has; stages are cut from the first."""
+        return (self,)
+
     def tokens_mix_only_in_attention(self) -> bool:
         """Return whether attention is the only operation that mixes tokens of different positions."""
         return True
@@ -244,3 +249,14 @@ class Policy(ABC):
     def postprocess(self) -> nn.Module:
         """Finish the model after all replacements, and return it."""
         return self.model
+
+
+def description_of(
+    table: Mapping[str, ModulePolicyDescription], path: str, module: nn.Module
+) -> ModulePolicyDescription | None:
+    """Return what a table by names says about the module at `path`; None if nothing.
+
+    Keys are class names, or paths if the table was lowered from a tensor-parallel plan.
+    """
+    names = (path, *(cls.__name__ for cls in type(module).__mro__))
+    return next((table[name] for name in names if name in table), None)

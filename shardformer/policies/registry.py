@@ -9,9 +9,12 @@ from functools import cache
 
 from torch import nn
 
+from shardformer.policies.backbone import BackbonePolicy, backbones_of
 from shardformer.policies.base import Policy
 from shardformer.policies.plans.completion import completion_of
 from shardformer.policies.plans.declared import declared_plan_of, proposed_plan_of
+from shardformer.policies.plans.stage_inference import is_below
+from shardformer.utils.module_paths import starred
 
 # Model class -> policy class, both "package.module.Class". One per process, as `register_policy` takes no object: a
 # model's package registers its policy when it is imported, before there is a plugin.
@@ -78,10 +81,18 @@ def needs_policy_in_16_bit(model: nn.Module) -> bool:
     return found is not None and found.applies_to_16_bit
 
 
+def _is_around_backbones(model: nn.Module) -> bool:
+    """Return whether a module has models of transformers with policies inside, and no plan for what is around them."""
+    found = backbones_of(model, policy_for)
+    planned = getattr(model, "tp_plan", None) or {}
+    return bool(found) and all(is_below(path, map(starred, found)) for path in planned)
+
+
 def policy_for(model: nn.Module) -> Policy:
     """Return the policy of the model's class, or of its nearest base class that has one.
 
-    A class of another module (remote code) is matched by its unqualified name.
+    A class of another module (remote code) is matched by its unqualified name. A module of the user's around models of
+    transformers has the policies of these.
 
     Raises:
         ValueError: no policy is known.
@@ -96,10 +107,13 @@ def policy_for(model: nn.Module) -> Policy:
         if policy is not None:
             return policy()
         declared = declared_plan_of(cls)
-        if declared is not None:
+        # A module of the user's may be derived from the base class of a family, which has no forward.
+        if declared is not None and cls.forward is not nn.Module.forward:
             from shardformer.policies.plans.policy import PlanPolicy
 
             return PlanPolicy(declared)
+    if not type(model).__module__.startswith("transformers.") and _is_around_backbones(model):
+        return BackbonePolicy(policy_for)
     derived = next((plan for cls in type(model).__mro__ if (plan := proposed_plan_of(cls)) is not None), None)
     has_plan = bool(getattr(model, "tp_plan", None))
     if has_plan or derived is not None or completion_of(type(model)) is not None:

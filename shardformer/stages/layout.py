@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from shardformer.stages.placeholders import StagePlaceholder
+from shardformer.utils.module_paths import join
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,32 @@ class StageLayout:
     def chain(self) -> list[StageLayout]:
         """This layout and all layouts that follow it."""
         return [self, *(self.next_layers.chain if self.next_layers is not None else ())]
+
+    def below(self, base: str) -> StageLayout:
+        """Return the layout of this list alone for a model that has the base model at the path `base`.
+
+        All stages then get all inputs of the forward around it, which may read any.
+        """
+
+        def paths(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(join(base, name) for name in names)
+
+        def keys(table: Mapping[str, T]) -> dict[str, T]:
+            return {join(base, path): value for path, value in table.items()}
+
+        return replace(
+            self,
+            layers=join(base, self.layers),
+            first=keys(self.first),
+            every=paths(self.every),
+            last=paths(self.last),
+            finished_towers=keys(self.finished_towers),
+            first_inputs=(),
+            sublayer_lists=paths(self.sublayer_lists),
+            kept_outputs=keys(self.kept_outputs),
+            layer_parts=keys(self.layer_parts),
+            next_layers=None,
+        )
 
     def keeping_hidden_states(self, numbers: Collection[int]) -> StageLayout:
         """Return the layout of a head that reads hidden states of several stages.

@@ -30,6 +30,7 @@ class StageInput:
         hidden: the received hidden state, [batch, seq, hidden]; None on the first stage.
         carried: further inputs of the layers, by name.
         kept: outputs of modules that have finished, (path, field) -> value.
+        pass_number: number of the pass, or of the time between two passes.
         blocks, head_inputs: the blocks of the tensor-parallel axis, and the carried inputs that are divided into them
             by heads; None and nothing if a rank computes its heads at once.
     """
@@ -41,6 +42,7 @@ class StageInput:
         self.hidden: Tensor | None = None
         self.carried: dict[str, Tensor | None] = {}
         self.kept: dict[tuple[str, str], Tensor | None] = {}
+        self.pass_number = 0
 
     def begin(
         self, message: StageMessage | None, carried_inputs: Sequence[str] = (), keeps: Sequence[tuple[str, str]] = ()
@@ -50,6 +52,7 @@ class StageInput:
         The last of `keeps` are None if the message ends before them.
         """
         self.hidden, self.carried, self.kept = None, {}, {}
+        self.pass_number += 1
         if message is None:
             return
         self.hidden, *rest = message

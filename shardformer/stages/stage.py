@@ -270,7 +270,7 @@ class StagePartitioner:
         held = self.ranges[stage]
         carried_inputs, keeps = self._travels_to(held.start)
         ignored = frozenset() if held.start == 0 else frozenset(self.lists[0].first_inputs)
-        view = VirtualStage(carried_inputs, keeps, ignored)
+        view = VirtualStage(carried_inputs, keeps, ignored, is_last=stage == self.manager.num_stages - 1)
         for index, layout in enumerate(self.lists):
             self._cut_layers(view, index, held, stage_input)
             self._stand_in(view, layout, layout.first, max(self.starts[index] - 1, 0), held)
@@ -400,6 +400,9 @@ def run_stage(
 
     Returns:
         The message for the next stage, or the output of what is called, where it ends on this stage.
+
+    Raises:
+        ValueError: the model returned before the next stage's first layer.
     """
     views, call = getattr(model, "stage_views", None), call or model
     if views is None:
@@ -407,6 +410,12 @@ def run_stage(
     with views.running(stage, message) as view:
         inputs = {name: value for name, value in inputs.items() if name not in view.ignored_inputs}
         try:
-            return call(**inputs)
+            outputs = call(**inputs)
         except StageBoundary as boundary:
             return boundary.message
+        if call is model and not view.is_last:
+            raise ValueError(
+                f"the forward of {type(model).__name__} returned without running the layers that the pipeline is cut "
+                "from; run them in every pass, or use pp_size=1"
+            )
+        return outputs

@@ -22,12 +22,14 @@ class VirtualStage:
         carried_inputs: names of the layer inputs that the stage receives.
         keeps: (path, field) of the outputs of finished modules that the stage receives.
         ignored_inputs: inputs of the model that the stage does not use.
+        is_last: whether the forward of the model returns here, and does not end at the next stage's first layer.
         placeholders: place -> placeholder, in the order in which they are installed.
     """
 
     carried_inputs: Sequence[str] = ()
     keeps: Sequence[tuple[str, str]] = ()
     ignored_inputs: frozenset[str] = frozenset()
+    is_last: bool = True
     placeholders: dict[Place, StagePlaceholder] = field(default_factory=dict)
 
 

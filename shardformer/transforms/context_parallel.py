@@ -34,7 +34,12 @@ def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> l
         way_out = "sequence_parallelism_mode='all_to_all', or " if _attends_by_heads(model, policy) else ""
         return [f"{asked} cannot share the sequences of {name}, {reason}; use {way_out}cp_size=1"]
     if reason is not None:
-        return [*_layer_problems(model, policy, config), *_head_problems(policy, config, "cp_size=1")]
+        found = [
+            problem
+            for part in policy.parts
+            for problem in (*_layer_problems(part.model, part, config), *_head_problems(part, config, "cp_size=1"))
+        ]
+        return list(dict.fromkeys(found))
     num_stages = config.stage_manager.num_stages
     if num_stages > 1 and _embeds_outside(model, policy):
         return [

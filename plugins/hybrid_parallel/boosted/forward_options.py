@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -81,6 +81,10 @@ class ForwardOptions:
         """Yield the signature of the model as it is called, and of the model inside wrappers that pass arguments on."""
         yield inspect.signature(self.module.forward)
         yield inspect.signature(self.inside.forward)
+
+    def unread(self, batch: Mapping[str, Any]) -> list[str]:
+        """Return the entries of a batch that the model's forward does not take: only a criterion reads them."""
+        return unread_by(self._signatures(), batch)
 
     def would_cache(self, given: Mapping[str, Any]) -> bool:
         """Return whether the plain model would return a cache of keys and values."""
@@ -239,6 +243,13 @@ class ForwardOptions:
                 yield f"{name} is in the batch, and a pipeline neither fills nor reads caches; {way_out}"
             elif self._cuts_caches and _is_given(given.get(name)):
                 yield f"{name} asks for a cache of whole sequences, which {cut_by} cuts; leave it out"
+
+
+def unread_by(signatures: Iterable[inspect.Signature], batch: Mapping[str, Any]) -> list[str]:
+    """Return the entries of a batch that none of these forwards, each of which calls the next one, takes."""
+    *_, innermost = parameters = [each.parameters for each in signatures]
+    takes_more = any(each.kind is each.VAR_KEYWORD for each in innermost.values())
+    return [name for name in batch if not takes_more and all(name not in each for each in parameters)]
 
 
 def _is_given(value: Any) -> bool:

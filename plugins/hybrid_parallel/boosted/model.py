@@ -35,7 +35,7 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.expert_balance import ExpertBalance
-from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
+from plugins.hybrid_parallel.loss.step_loss import CriterionStepLoss, ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.offload.activations import OffloadedActivations
 from plugins.hybrid_parallel.offload.stores import Store
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
@@ -349,8 +349,9 @@ class HybridParallelModel(WholeModelView):
         return self.options.told_of_documents(batch)
 
     def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:
-        """Return the arguments of the model's forward, without labels that the loss reads; caches are not filled."""
-        inputs = {name: value for name, value in microbatch.items() if name not in loss.own_entries}
+        """Return the arguments of the model's forward, without what the loss alone reads; caches are not filled."""
+        unread = self.options.unread(microbatch) if isinstance(loss, CriterionStepLoss) else ()
+        inputs = {name: value for name, value in microbatch.items() if name not in (*loss.own_entries, *unread)}
         if loss.balance is not None:
             inputs[ASKED] = False  # the model would compute the auxiliary loss of this stage's layers
         inputs = self.options.inputs(inputs, is_microbatch=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.boosted.forward_options import unread_by
 from plugins.hybrid_parallel.data.microbatch import split_batch
 from plugins.hybrid_parallel.verify.module_outputs import Output, OutputLog
+from shardformer.peft import model_inside
 
 _LEARNING_RATE = 0.05
 _SEEDS = (1, 2, 3)
@@ -173,13 +176,15 @@ def _seed(trial: VerifyCase, step: int) -> None:
 def _loss(trial: VerifyCase, model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """Compute the loss of the global batch as in a plain training loop."""
     if trial.criterion is None:
-        loss = getattr(model(**batch), "loss", None)
+        outputs = model(**batch)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if loss is None:
             raise ConfigurationError(
                 f"{trial.tiny_model.name} returns no loss for this batch; use --head with another class, or a criterion"
             )
         return loss
-    own = getattr(trial.criterion, "own_entries", ())
+    signatures = [inspect.signature(each.forward) for each in (model, model_inside(model))]
+    own = (*getattr(trial.criterion, "own_entries", ()), *unread_by(signatures, batch))
     found = trial.criterion(model(**{name: value for name, value in batch.items() if name not in own}), batch)
     return found[0] / found[1] if isinstance(found, tuple) else found
 
