@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -17,6 +18,7 @@ from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput, for_quantised
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.loss.routers import routers_are_asked
+from shardformer.policies.backbone import BackbonePolicy
 from shardformer.policies.base import (
     ModulePolicyDescription,
     Policy,
@@ -25,6 +27,8 @@ from shardformer.policies.base import (
 )
 from shardformer.policies.head_losses import keep_head_losses
 from shardformer.policies.registry import policy_for
+from shardformer.policies.user.slots import SlotPolicyAdapter
+from shardformer.policies.user.tp_info import TPInfoPolicy
 from shardformer.policies.user.uniform import UniformPolicy
 from shardformer.sequence_parallel.split_gather import SequenceParallel, gather_on_entry
 from shardformer.shard_config import ShardConfig
@@ -68,7 +72,7 @@ class ModelSharder:
     def __init__(self, model: nn.Module, shard_config: ShardConfig, policy: Policy | None = None) -> None:
         self.model = model
         self.config = shard_config
-        self.policy = policy or _policy_of(model, shard_config)
+        self.policy = _policy_of(model, shard_config, policy)
         self._is_users_policy = policy is not None
         self.policy.set_model(model)
         self.policy.set_shard_config(shard_config)
@@ -435,12 +439,21 @@ class ModelSharder:
         return result
 
 
-def _policy_of(model: nn.Module, config: ShardConfig) -> Policy:
+def _policy_of(model: nn.Module, config: ShardConfig, given: Policy | None) -> Policy:
     """Return the policy of the model's family, or a `UniformPolicy` if `sharding_dim` is set.
+
+    Args:
+        given: the user's policy; a `TPInfo` or slots may describe only what is around models of transformers.
 
     Raises:
         ValueError: no policy is known.
     """
+    if isinstance(given, TPInfoPolicy | SlotPolicyAdapter):
+        with suppress(ValueError):
+            found = policy_for(model)
+            return BackbonePolicy(policy_for, given) if isinstance(found, BackbonePolicy) else given
+    if given is not None:
+        return given
     return policy_for(model) if config.sharding_dim is None else UniformPolicy(config.sharding_dim)
 
 

@@ -58,16 +58,19 @@ def backbones_of(model: nn.Module, lookup: Lookup) -> dict[str, Policy]:
 class BackbonePolicy(Policy):
     """Policy of a module around models of transformers that have policies of their own.
 
-    A subclass may add descriptions of the module's own parts to the table, and a `lookup` in its `__init__`.
+    A subclass may add descriptions of the module's own parts to the table.
 
     Args:
         lookup: returns the policy of a model of transformers: `policy_for`.
+        declared: the user's policy for what is around the backbones. A backbone in which it names anything is sharded
+            as it says.
     """
 
-    def __init__(self, lookup: Lookup) -> None:
+    def __init__(self, lookup: Lookup, declared: Policy | None = None) -> None:
         super().__init__()
-        self.lookup = lookup
+        self.lookup, self.declared = lookup, [] if declared is None else [declared]
         self.policies: dict[str, Policy] = {}  # by path of the backbone; stages are cut from the first
+        self.declared_paths: list[str] = []  # of the backbones in which the user's policy names anything
 
     @property
     def base_path(self) -> str:
@@ -93,18 +96,27 @@ class BackbonePolicy(Policy):
         sizes = {path: sum(each.numel() for each in policy.model.parameters()) for path, policy in found.items()}
         order = sorted(found, key=lambda path: (found[path].stages is None, -sizes[path]))
         self.policies = {path: found[path] for path in order}
+        for declared in self.declared:
+            declared.set_model(model)
+            declared.family_policy = None  # the backbones are prepared and checked here
         for name in ("stages", "_reads"):
             self.__dict__.pop(name, None)
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         """Set the sharding options, for backbones that are not cut into stages without a pipeline."""
         super().set_shard_config(shard_config)
+        for declared in self.declared:
+            declared.set_shard_config(shard_config)
+            named = list(_named_by(declared.module_policy(), self.model))
+            self.declared_paths = [path for path in self.policies if any(is_below(each, [path]) for each in named)]
         for axis in ("sequence", "context"):  # made now, because the layers of all backbones share it
             getattr(shard_config, axis)
         whole = copy.copy(shard_config)
         whole.pipeline_stage_manager = PipelineStageManager()
         for path, policy in self.policies.items():
-            policy.set_shard_config(shard_config if path == self.path else whole)
+            config = copy.copy(shard_config if path == self.path else whole)
+            config.enable_tensor_parallelism &= path not in self.declared_paths
+            policy.set_shard_config(config)
 
     # ----- what the engine asks -----
 
@@ -135,8 +147,8 @@ class BackbonePolicy(Policy):
 
     @property
     def replicate_unlisted(self) -> bool:
-        """Whether no table has to name everything."""
-        return all(part.replicate_unlisted for part in self.parts)
+        """Whether the table of the layers that stages are cut from need not name everything."""
+        return self.path in self.declared_paths or self.parts[0].replicate_unlisted
 
     @property
     def cuts_attention(self) -> bool:
@@ -157,20 +169,20 @@ class BackbonePolicy(Policy):
 
     def check(self) -> list[str]:
         """Return why a backbone cannot be sharded, or what the forward does that stages or parts cannot."""
-        problems = [problem for part in self.parts for problem in part.check()]
+        problems = [problem for part in (*self.declared, *self.parts) for problem in part.check()]
         if self.stages is not None and self.shard_config.stage_manager.num_stages > 1:
             problems += self._stage_problems()
         return list(dict.fromkeys([*problems, *self._problems_of_outputs()]))
 
     def preprocess(self) -> nn.Module:
-        """Prepare all backbones."""
-        for part in self.parts:
+        """Prepare all backbones, and what is around them."""
+        for part in (*self.parts, *self.declared):
             part.preprocess()
         return self.model
 
     def postprocess(self) -> nn.Module:
         """Finish all backbones, and watch the calls of those whose layers are cut."""
-        for part in self.parts:
+        for part in (*self.parts, *self.declared):
             part.postprocess()
         for path, part in self.policies.items():
             views = getattr(self.model, "stage_views", None) if path == self.path else None
@@ -182,7 +194,9 @@ class BackbonePolicy(Policy):
 
     def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
         """Return the tables of all backbones, by path: the class names of one may be those of another."""
-        return {path: found for name in self.policies for path, found in self.table_of(name).items()}
+        named = [name for name in self.policies if name not in self.declared_paths]
+        found = {path: each for name in named for path, each in self.table_of(name).items()}
+        return found | {key: each for part in self.declared for key, each in part.module_policy().items()}
 
     def table_of(self, name: str) -> dict[str, ModulePolicyDescription]:
         """Return the table of the backbone at `name`, without modules whose parameters others around it read, too."""
@@ -349,6 +363,16 @@ class _CallOfBackbone:
             if received.hidden is not None:
                 kwargs = {name: value for name, value in kwargs.items() if name not in self.ignored}
         return (), kwargs
+
+
+def _named_by(table: Mapping[str | type[nn.Module], ModulePolicyDescription], model: nn.Module) -> Iterator[str]:
+    """Yield the paths of the modules that a table changes."""
+    by_name = {key if isinstance(key, str) else key.__name__: each for key, each in table.items()}
+    for path, module in model.named_modules():
+        if (found := description_of(by_name, path, module)) is not None:
+            yield from (join(path, each.suffix) for each in found.sub_module_replacement)
+            if replace(found, sub_module_replacement=[]) != ModulePolicyDescription():
+                yield path
 
 
 def _parents(path: str) -> list[str]:

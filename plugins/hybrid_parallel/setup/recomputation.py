@@ -10,6 +10,8 @@ from booster.errors import ConfigurationError
 from shardformer.attention import recompute_attention, uses_registry
 from shardformer.transforms.recomputed_layers import RecomputedLayer, layers_without_recomputation, recompute_layers
 
+_SWITCH = "gradient_checkpointing_enable"
+
 
 def check_recomputation(wanted: str | float | None, model: nn.Module) -> None:
     """Refuse a model that cannot recompute as requested.
@@ -23,13 +25,12 @@ def check_recomputation(wanted: str | float | None, model: nn.Module) -> None:
     if not wanted:
         return
     name = type(model).__name__
-    if not hasattr(model, "gradient_checkpointing_enable"):
+    if not any(hasattr(module, _SWITCH) for module in model.modules()):
         raise ConfigurationError(
             f"gradient_checkpointing={wanted!r} needs a transformers model, not a {name}; "
             "use gradient_checkpointing=None"
         )
-    is_possible = getattr(model, "supports_gradient_checkpointing", True) or layers_without_recomputation(model)
-    if wanted != "selective" and not is_possible:
+    if wanted != "selective" and not _recomputed_models(model):
         raise ConfigurationError(
             f"gradient_checkpointing={wanted!r} recomputes layers, which transformers cannot for {name}; "
             "use gradient_checkpointing=None"
@@ -45,10 +46,21 @@ def recompute(wanted: str | float | None, model: nn.Module) -> None:
     """Turn on recomputation of the attention, or of all layers, of a whole model."""
     if wanted == "selective":
         recompute_attention(model)
-    elif wanted and (layers := layers_without_recomputation(model)):
-        recompute_layers(model, layers)
-    elif wanted:
-        _recompute_by_transformers(model)
+        return
+    for each in _recomputed_models(model) if wanted else ():
+        if layers := layers_without_recomputation(each):
+            recompute_layers(each, layers)
+        else:
+            _recompute_by_transformers(each)
+
+
+def _recomputed_models(model: nn.Module) -> list[nn.Module]:
+    """Return the model if its layers can be recomputed; else the models with such layers inside of it."""
+    if hasattr(model, _SWITCH) and (
+        getattr(model, "supports_gradient_checkpointing", True) or layers_without_recomputation(model)
+    ):
+        return [model]
+    return [found for child in model.children() for found in _recomputed_models(child)]
 
 
 def recompute_share(model: nn.Module, share: float) -> None:
