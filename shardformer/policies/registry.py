@@ -83,9 +83,9 @@ def needs_policy_in_16_bit(model: nn.Module) -> bool:
 
 def _is_around_backbones(model: nn.Module) -> bool:
     """Return whether a module has models of transformers with policies inside, and no plan for what is around them."""
-    found = backbones_of(model, policy_for)
-    planned = getattr(model, "tp_plan", None) or {}
-    return bool(found) and all(is_below(path, map(starred, found)) for path in planned)
+    found = [starred(path) for path in backbones_of(model, policy_for)]
+    planned = (getattr(model, "tp_plan", None) or {}).keys() & {starred(path) for path, _ in model.named_modules()}
+    return bool(found) and all(is_below(path, found) for path in planned)
 
 
 def policy_for(model: nn.Module) -> Policy:

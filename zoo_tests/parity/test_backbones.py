@@ -198,6 +198,7 @@ class TiedHead(PreTrainedModel):
         sizes = SIZES | {"num_key_value_heads": 2}
         super().__init__(config or LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes))
         self.decoder, self.words = LlamaModel(self.config), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.post_init()
         self.words.weight = self.decoder.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -323,9 +324,11 @@ def batch_of(names: tuple[str, ...]) -> dict[str, Tensor]:
 
 def built(kind: type[nn.Module]) -> nn.Module:
     """The module with weights that are all different; norms and biases are not 1 and 0."""
-    model, generator = kind(), torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = kind()
+        for parameter in model.parameters():
+            parameter.data += 0.2 * torch.randn(parameter.shape)
     return model
 
 

@@ -283,7 +283,9 @@ class ModelStepLoss(StepLoss):
         )
 
     def _share(self, outputs: Any, index: int) -> Tensor:
-        loss = outputs["loss"] if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        is_loss = isinstance(outputs, Tensor) and outputs.dim() == 0
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        loss = outputs if is_loss else loss
         if loss is None:
             raise ConfigurationError("the model returned no loss; give labels in the batch or a criterion")
         return share_of_mean(loss, num_rows(self.microbatches[index]), self.global_rows)

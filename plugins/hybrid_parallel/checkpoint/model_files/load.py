@@ -77,7 +77,10 @@ def _match_pretrained(
         name = next(filter(opened.values.is_read, names), None)
         if name is not None:
             found.append((tensor, partial(opened.values, name), opened.values.source(name)))
-    return found, opened.missing, opened.unexpected
+    # A class need not declare what its `__init__` ties.
+    aliases = model.origin.aliases
+    missing = [each for each in opened.missing if not any(map(opened.values.is_read, aliases.get(each, ())))]
+    return found, missing, opened.unexpected
 
 
 def _match_names(model: HybridParallelModel, directory: Path, _: bool) -> tuple[Found, list[str], list[str]]:
