@@ -26,6 +26,7 @@ from shardformer.policies.base import (
     description_of,
 )
 from shardformer.policies.head_losses import keep_head_losses
+from shardformer.policies.proposed.plan import ProposedPolicy
 from shardformer.policies.registry import policy_for
 from shardformer.policies.user.slots import SlotPolicyAdapter
 from shardformer.policies.user.tp_info import TPInfoPolicy
@@ -443,12 +444,14 @@ def _policy_of(model: nn.Module, config: ShardConfig, given: Policy | None) -> P
     """Return the policy of the model's family, or a `UniformPolicy` if `sharding_dim` is set.
 
     Args:
-        given: the user's policy; a `TPInfo` or slots may describe only what is around models of transformers.
+        given: the user's policy; a `TPInfo`, slots or a derived plan may leave models of transformers, or how to cut
+            them into stages, to their own policies.
 
     Raises:
         ValueError: no policy is known.
     """
-    if isinstance(given, TPInfoPolicy | SlotPolicyAdapter):
+    is_ordered = isinstance(given, ProposedPolicy) and given.declared.execution
+    if isinstance(given, TPInfoPolicy | SlotPolicyAdapter | ProposedPolicy) and not is_ordered:
         with suppress(ValueError):
             found = policy_for(model)
             return BackbonePolicy(policy_for, given) if isinstance(found, BackbonePolicy) else given

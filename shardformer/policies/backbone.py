@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from shardformer.utils.module_paths import has_module, join, path_of
 Lookup = Callable[[nn.Module], Policy]
 _OF_LAYERS = ("output_hidden_states", "output_attentions")
 _WITHHELD = (
-    "self.{path} is asked for {option}, of which each rank has a part in this layout; use {option}=False, or tp_size "
+    "{name} is asked for {option}, of which each rank has a part in this layout; use {option}=False, or tp_size "
     "and dp_size alone"
 )
 _EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
@@ -244,7 +245,8 @@ class BackbonePolicy(Policy):
 
     def _is_taken(self, read: Read, found: Any) -> bool:
         """Return whether the forward may use parameters inside of a backbone by itself."""
-        return isinstance(found, nn.Parameter) or (isinstance(found, nn.Module) and not read.is_call)
+        is_owner = isinstance(found, nn.Module) and any(True for _ in found.parameters(recurse=False))
+        return isinstance(found, nn.Parameter) or (is_owner and not read.is_call)
 
     def _parts_read(self) -> list[str]:
         """Return the paths of modules inside of backbones that the forward calls, or reads parameters of."""
@@ -263,28 +265,24 @@ class BackbonePolicy(Policy):
         return found
 
     def _stage_problems(self) -> Iterator[str]:
-        """Yield what the forward does with the backbone that stages cannot."""
-        num_stages, path, name = self.shard_config.stage_manager.num_stages, self.path, type(self.model).__name__
-        calls, lists = self._calls(path), [each.layers for each in self.stages.chain]
-        is_named = any(not read.is_call and read.path and is_below(path, [read.path]) for read in self._reads or ())
+        """Yield the first thing that the forward does with the backbone and stages cannot."""
+        calls, lists, name = self._calls(self.path), [each.layers for each in self.stages.chain], _named(self.path)
+        is_read = any(not each.is_call and each.path and is_below(self.path, [each.path]) for each in self._reads or ())
         layers = [p for p in self._parts_read() if any(is_below(each, [p]) or is_below(p, [each]) for each in lists)]
-        methods = [read.path for read, at, found in self._reads_inside() if inspect.isroutine(found) and at == path]
-        twice = any(call.repeats for call in calls) or any(
-            not one.excludes(other) for one, other in itertools.combinations(calls, 2)
-        )
-        reasons = {
-            f"does not show one call of self.{path}(...); call it there, by this name": not calls or is_named,
-            f"calls self.{path} several times in a pass; call it once, with all inputs in one batch": twice,
-            f"reads {''.join(f'self.{each}' for each in layers[:1])}, a part of the layers": bool(layers),
-            f"calls {''.join(f'self.{each}' for each in methods[:1])}, which leaves stages out": bool(methods),
-        }
-        for reason, is_so in reasons.items():
-            if is_so:
-                yield (
-                    f"pp_size={num_stages} cuts self.{path} into stages, and the forward of {name} {reason}, or use "
-                    "pp_size=1"
-                )
-                return
+        methods = [read.path for read, _, found in self._reads_inside() if inspect.isroutine(found)]
+        repeats = any(call.repeats for call in calls)
+        repeats |= any(not one.excludes(other) for one, other in itertools.combinations(calls, 2))
+        reasons = [
+            *(f"calls {_named(each)}(), not {name}(...); call {name}(...) alone" for each in methods),
+            *(f"reads {_named(each)} of its layers; call {name}(...) alone" for each in layers),
+            *([f"calls {name}(...) several times in a pass; give it all inputs in one batch"] if repeats else []),
+            *([f"does not show one call of {name}(...); call it by this name"] if is_read or not calls else []),
+        ]
+        for reason in reasons[:1]:
+            yield (
+                f"pp_size={self.shard_config.stage_manager.num_stages} cuts {name} into stages, and the forward of "
+                f"{type(self.model).__name__} {reason}, or use pp_size=1"
+            )
 
     def _problems_of_outputs(self) -> Iterator[str]:
         """Yield what the forward asks of a backbone that no rank has whole."""
@@ -292,7 +290,7 @@ class BackbonePolicy(Policy):
             config, asked = part.model.config, {name for call in self._calls(path) for name in call.arguments}
             for option in self._withheld(path):
                 if option in asked or getattr(config, option, False):
-                    yield _WITHHELD.format(path=path, option=option)
+                    yield _WITHHELD.format(name=_named(path), option=option)
 
     def _withheld(self, path: str) -> tuple[str, ...]:
         """Return the options of a backbone that ask for what lies on several ranks."""
@@ -351,12 +349,12 @@ class _CallOfBackbone:
             kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
         for option in self.withheld:
             if kwargs.get(option):
-                raise ValueError(_WITHHELD.format(path=self.path, option=option))
+                raise ValueError(_WITHHELD.format(name=_named(self.path), option=option))
         received = self.stage_input
         if received is not None:
             if self.pass_number == received.pass_number:
                 raise ValueError(
-                    f"self.{self.path} is called several times in a pass, and pipeline stages run it once; call it "
+                    f"{_named(self.path)} is called several times in a pass, and pipeline stages run it once; call it "
                     "once, with all inputs in one batch, or use pp_size=1"
                 )
             self.pass_number = received.pass_number
@@ -399,6 +397,11 @@ def _resolved(model: nn.Module, path: str) -> tuple[str, Any]:
         else:
             return ".".join(at), None
     return ".".join(at), found
+
+
+def _named(path: str) -> str:
+    """Return how code of the module names what is at a path: "self.towers[0].text"."""
+    return re.sub(r"\.(\d+)", r"[\1]", f"self.{path}")
 
 
 def _parameters_at(module: nn.Module, suffix: str) -> list[nn.Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -84,7 +84,7 @@ class ForwardOptions:
 
     def unread(self, batch: Mapping[str, Any]) -> list[str]:
         """Return the entries of a batch that the model's forward does not take: only a criterion reads them."""
-        return unread_by(self._signatures(), batch)
+        return unread_by(self.module, batch)
 
     def would_cache(self, given: Mapping[str, Any]) -> bool:
         """Return whether the plain model would return a cache of keys and values."""
@@ -245,11 +245,11 @@ class ForwardOptions:
                 yield f"{name} asks for a cache of whole sequences, which {cut_by} cuts; leave it out"
 
 
-def unread_by(signatures: Iterable[inspect.Signature], batch: Mapping[str, Any]) -> list[str]:
-    """Return the entries of a batch that none of these forwards, each of which calls the next one, takes."""
-    *_, innermost = parameters = [each.parameters for each in signatures]
-    takes_more = any(each.kind is each.VAR_KEYWORD for each in innermost.values())
-    return [name for name in batch if not takes_more and all(name not in each for each in parameters)]
+def unread_by(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
+    """Return the entries of a batch that the forward of a model does not take, inside of peft's wrappers or outside."""
+    wrapped, inside = (inspect.signature(each.forward).parameters for each in (model, model_inside(model)))
+    takes_more = any(each.kind is each.VAR_KEYWORD for each in inside.values())
+    return [name for name in batch if not takes_more and name not in wrapped and name not in inside]
 
 
 def _is_given(value: Any) -> bool:

@@ -14,7 +14,15 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compare
 from plugins.hybrid_parallel.verify.own_model import OwnModel
-from plugins.hybrid_parallel.verify.train import Criterion, Subject, Trace, VerifyCase, train_on_rank, train_reference
+from plugins.hybrid_parallel.verify.train import (
+    Criterion,
+    Subject,
+    Trace,
+    VerifyCase,
+    inputs_of,
+    train_on_rank,
+    train_reference,
+)
 from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.policies.proposed.plan import ProposedPlan
@@ -50,8 +58,9 @@ def propose_verified(
         ConfigurationError: the model does not run, or does not train unsharded.
     """
     model = subject.build()
+    batch = subject.batch(model, 0, rows)
     try:
-        parts = candidates(model, subject.batch(model, 0, rows))
+        parts = candidates(model, batch if criterion is None else inputs_of(criterion, model, batch))
     except Exception as error:  # forwards raise arbitrary exception types
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
         raise ConfigurationError(

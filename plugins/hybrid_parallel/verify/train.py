@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,7 +14,6 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.forward_options import unread_by
 from plugins.hybrid_parallel.data.microbatch import split_batch
 from plugins.hybrid_parallel.verify.module_outputs import Output, OutputLog
-from shardformer.peft import model_inside
 
 _LEARNING_RATE = 0.05
 _SEEDS = (1, 2, 3)
@@ -183,10 +181,14 @@ def _loss(trial: VerifyCase, model: nn.Module, batch: dict[str, Any]) -> Tensor:
                 f"{trial.tiny_model.name} returns no loss for this batch; use --head with another class, or a criterion"
             )
         return loss
-    signatures = [inspect.signature(each.forward) for each in (model, model_inside(model))]
-    own = (*getattr(trial.criterion, "own_entries", ()), *unread_by(signatures, batch))
-    found = trial.criterion(model(**{name: value for name, value in batch.items() if name not in own}), batch)
+    found = trial.criterion(model(**inputs_of(trial.criterion, model, batch)), batch)
     return found[0] / found[1] if isinstance(found, tuple) else found
+
+
+def inputs_of(criterion: Criterion, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the model's forward, without what only the criterion reads."""
+    own = (*getattr(criterion, "own_entries", ()), *unread_by(model, batch))
+    return {name: value for name, value in batch.items() if name not in own}
 
 
 def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:
