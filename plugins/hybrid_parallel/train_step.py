@@ -22,6 +22,7 @@ from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients
 from plugins.hybrid_parallel.zero.passes import BackwardPasses
+from shardformer.attention import log_once
 from shardformer.loss.terms import LOSS_KEYWORDS
 
 
@@ -52,6 +53,9 @@ class PipelineStep:
         self.model.refuse_unseen_hooks()
         given = self.model.told_of_documents(as_batch(batch))
         of_criterion = () if self.criterion is None else self.model.options.unread(given)
+        if of_criterion:
+            name = type(self.model.unwrap()).__name__
+            log_once(name, f"takes no {', '.join(of_criterion)}, which the criterion alone reads")
         # What the loss reads, such as counts, would be rounded in 16 bits.
         uncast = (*getattr(self.criterion, "own_entries", ()), *of_criterion, *LOSS_KEYWORDS)
         batch = to_device(given, self.mesh.device, self.model.input_dtype, uncast)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from shardformer.attention import log_once
 from shardformer.policies.base import ModulePolicyDescription, Policy, description_of
 from shardformer.policies.plans.execution_order import units_of
 from shardformer.policies.plans.stage_inference import is_below
@@ -118,6 +119,7 @@ class BackbonePolicy(Policy):
             config = copy.copy(shard_config if path == self.path else whole)
             config.enable_tensor_parallelism &= path not in self.declared_paths
             policy.set_shard_config(config)
+            policy.set_model(policy.model)  # forgets what it found under other options
 
     # ----- what the engine asks -----
 
@@ -185,6 +187,8 @@ class BackbonePolicy(Policy):
         """Finish all backbones, and watch the calls of those whose layers are cut."""
         for part in (*self.parts, *self.declared):
             part.postprocess()
+        if self.shard_config.stage_manager.num_stages > 1:
+            self._tell_of_draws()
         for path, part in self.policies.items():
             views = getattr(self.model, "stage_views", None) if path == self.path else None
             if withheld := self._withheld(path):
@@ -192,6 +196,17 @@ class BackbonePolicy(Policy):
                 hook = _CallOfBackbone(path, withheld, ignored, None if views is None else views.stage_input)
                 part.model.register_forward_pre_hook(hook, with_kwargs=True)
         return self.model
+
+    def _tell_of_draws(self) -> None:
+        """Log which modules in front of the backbone draw random numbers, other ones on each stage."""
+        around = ((path, each) for path, each in self.model.named_modules() if not is_below(path, [self.path]))
+        draws = [path for path, each in around if isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0]
+        if draws := [path for path in draws if not self._runs_behind(path)]:
+            log_once(
+                type(self.model).__name__,
+                f"draws random numbers in {draws[0]} on each pipeline stage by itself: what is made with them in front "
+                f"of {_named(self.path)} differs from what is used of it behind",
+            )
 
     def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
         """Return the tables of all backbones, by path: the class names of one may be those of another."""
@@ -204,9 +219,9 @@ class BackbonePolicy(Policy):
         part = self.policies[name]
         named = self.model.named_parameters(remove_duplicate=False)
         around = {id(parameter) for path, parameter in named if not path.startswith(f"{name}.")}
-        for read, path, found in self._reads_inside():
+        for read, _, found in self._reads_inside():
             if self._is_taken(read, found):
-                around |= {id(parameter) for parameter in self.model.get_submodule(path).parameters()}
+                around |= {id(each) for each in ([found] if isinstance(found, nn.Parameter) else found.parameters())}
         own = {key if isinstance(key, str) else key.__name__: each for key, each in part.module_policy().items()}
         table: dict[str, ModulePolicyDescription] = {}
         for path, module in part.model.named_modules():
@@ -255,14 +270,14 @@ class BackbonePolicy(Policy):
 
     def _behind(self) -> list[str]:
         """Return the modules around the backbone that run only behind it."""
-        (call, *_), reads = self._calls(self.path) or [None], self._reads or []
-        found = []
-        for path in units_of(self.model, [self.path]) if call is not None else ():
-            places = [at for at, read in enumerate(reads) if is_below(read.path, [path]) or is_below(path, [read.path])]
-            places += [at for at, read in enumerate(reads) if not read.path]
-            if any(reads[at].path for at in places) and min(places) > reads.index(call):
-                found.append(path)
-        return found
+        return list(filter(self._runs_behind, units_of(self.model, [self.path])))
+
+    def _runs_behind(self, path: str) -> bool:
+        """Return whether the forward reads the module at `path` only behind its call of the backbone."""
+        reads, calls = self._reads or [], self._calls(self.path)
+        own = [at for at, read in enumerate(reads) if is_below(read.path, [path]) or is_below(path, [read.path])]
+        handed_on = [at for at, read in enumerate(reads) if not read.path]
+        return bool(calls and own) and min(own + handed_on) > reads.index(calls[0])
 
     def _stage_problems(self) -> Iterator[str]:
         """Yield the first thing that the forward does with the backbone and stages cannot."""
@@ -270,6 +285,7 @@ class BackbonePolicy(Policy):
         is_read = any(not each.is_call and each.path and is_below(self.path, [each.path]) for each in self._reads or ())
         layers = [p for p in self._parts_read() if any(is_below(each, [p]) or is_below(p, [each]) for each in lists)]
         methods = [read.path for read, _, found in self._reads_inside() if inspect.isroutine(found)]
+        methods = [path for path in methods if is_below(path, [self.path])]  # others are whole
         repeats = any(call.repeats for call in calls)
         repeats |= any(not one.excludes(other) for one, other in itertools.combinations(calls, 2))
         reasons = [

@@ -76,9 +76,16 @@ def family_policy_of(cls: type[nn.Module]) -> type[Policy] | None:
 
 
 def needs_policy_in_16_bit(model: nn.Module) -> bool:
-    """Return whether a model whose parameters are cast to 16 bit needs its policy even if it is not sharded."""
-    found = next((policy for cls in type(model).__mro__ if (policy := family_policy_of(cls)) is not None), None)
-    return found is not None and found.applies_to_16_bit
+    """Return whether a model, or a backbone in it, that is cast to 16 bit needs its policy even if not sharded."""
+    for cls in {type(module) for module in ([model] if _is_of_library(model) else model.modules())}:
+        found = next((policy for base in cls.__mro__ if (policy := family_policy_of(base)) is not None), None)
+        if found is not None and found.applies_to_16_bit:
+            return True
+    return False
+
+
+def _is_of_library(model: nn.Module) -> bool:
+    return type(model).__module__.startswith("transformers.")
 
 
 def _is_around_backbones(model: nn.Module) -> bool:
@@ -112,7 +119,7 @@ def policy_for(model: nn.Module) -> Policy:
             from shardformer.policies.plans.policy import PlanPolicy
 
             return PlanPolicy(declared)
-    if not type(model).__module__.startswith("transformers.") and _is_around_backbones(model):
+    if not _is_of_library(model) and _is_around_backbones(model):
         return BackbonePolicy(policy_for)
     derived = next((plan for cls in type(model).__mro__ if (plan := proposed_plan_of(cls)) is not None), None)
     has_plan = bool(getattr(model, "tp_plan", None))

@@ -136,7 +136,8 @@ class LossChoice:
                 "or pass a criterion"
             )
         if reason is not None and any(self.mesh.size(axis) > 1 for axis in ("pp", "dp", "cp", "tp")):
-            log_once(type(self.model).__name__, f"computes its loss itself, of whole logits: {reason}")
+            what = "computes its loss itself, of whole logits and as a mean over samples"
+            log_once(type(self.model).__name__, f"{what}: {reason}")
         return reason
 
     @cached_property
