@@ -11,6 +11,7 @@ from shardformer.compat.atorch.parallel_groups import (
 from shardformer.compat.atorch.randomizer import MultiDimParallelRandomizer, Randomizer, get_randomizer, init_randomizer
 from shardformer.layers import ParallelModule
 from shardformer.lazy import LazyInitContext, record_module_init
+from shardformer.policies.backbone import BackbonePolicy
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.registry import policy_for, register_policy
 from shardformer.policies.user.slots import Argument, Col_Layer, Layer, Row_Layer, SlotPolicy
@@ -23,6 +24,7 @@ from shardformer.stages.stage import PipelineStageManager, StageLayout
 
 __all__ = [
     "Argument",
+    "BackbonePolicy",
     "Col_Layer",
     "Layer",
     "LazyInitContext",

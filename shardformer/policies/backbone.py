@@ -289,6 +289,7 @@ class BackbonePolicy(Policy):
         repeats = any(call.repeats for call in calls)
         repeats |= any(not one.excludes(other) for one, other in itertools.combinations(calls, 2))
         reasons = [
+            *(["has no source that can be read; define the module in a file"] if self._reads is None else []),
             *(f"calls {_named(each)}(), not {name}(...); call {name}(...) alone" for each in methods),
             *(f"reads {_named(each)} of its layers; call {name}(...) alone" for each in layers),
             *([f"calls {name}(...) several times in a pass; give it all inputs in one batch"] if repeats else []),

@@ -7,7 +7,7 @@ forward reads by itself. Look in `shardformer/policies/backbone.py`.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -468,6 +468,12 @@ class Features(nn.Module):
         return self.clip.get_image_features(pixel_values)
 
 
+class Replaced(OneText):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = MethodType(OtherName.forward, self)
+
+
 class InACondition(OneText):
     def forward(self, input_ids: Tensor) -> Tensor:
         if input_ids.shape[1] > 5:
@@ -500,6 +506,7 @@ def problems_of(kind: type[nn.Module], num_stages: int = 2) -> str:
         (OtherName, "the forward of OtherName does not show one call of self.text(...); call it by this name, or use"),
         (ByLayer, "the forward of ByLayer reads self.text.encoder.layer of its layers; call self.text(...) alone"),
         (Features, "the forward of Features calls self.clip.get_image_features(), not self.clip(...)"),
+        (Replaced, "the forward of Replaced has no source that can be read; define the module in a file, or use pp_s"),
         (InACondition, ""),
         (Adapters, ""),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import logging
 import os
 import re
@@ -59,6 +60,8 @@ def run_source(source: str, name: str, directory: str) -> Ended:
     torch.set_default_dtype(torch.float32 if name in _IN_FP32 else torch.float64)
     try:
         with contextlib.redirect_stdout(printed):
+            # As of a file: what a module's forward calls is read from its source.
+            linecache.cache[f"{name}.py"] = (len(source), None, source.splitlines(keepends=True), f"{name}.py")
             exec(compile(source, f"{name}.py", "exec"), {"__name__": "__main__"})
     except Exception as error:
         if os.environ.get("SCRIPT_TRACEBACK"):

@@ -16,7 +16,8 @@ from zoo_tests.scripts.port import LAYOUTS, NAMES
 _ALL = tuple(LAYOUTS)
 # Script -> the layouts that refuse it.
 REFUSALS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("own_head", "pool_layers", "two_tasks"), ("tp2", "pp2")),  # no policy, and none is guessed
+    "pool_layers": ("pp2",),  # hidden states of several stages
+    "two_tasks": ("pp2",),  # two losses of each micro-batch
     "log_gradients": _ALL,  # no rank has a gradient as plain torch has it
     "regularise": ("tp2", "pp2"),  # a sum over the parameters is one over a rank's share of them
 }
