@@ -136,8 +136,8 @@ class LossChoice:
                 "or pass a criterion"
             )
         if reason is not None and any(self.mesh.size(axis) > 1 for axis in ("pp", "dp", "cp", "tp")):
-            what = "computes its loss itself, of whole logits and as a mean over samples"
-            log_once(type(self.model).__name__, f"{what}: {reason}")
+            name = type(self.model).__name__
+            log_once(name, f"computes its loss itself, of whole logits and as a mean over samples: {reason}")
         return reason
 
     @cached_property
