@@ -115,7 +115,7 @@ def policy_for(model: nn.Module) -> Policy:
             return policy()
         declared = declared_plan_of(cls)
         # A module of the user's may be derived from the base class of a family, which has no forward.
-        if declared is not None and cls.forward is not nn.Module.forward:
+        if declared is not None and getattr(cls, "forward", nn.Module.forward) is not nn.Module.forward:
             from shardformer.policies.plans.policy import PlanPolicy
 
             return PlanPolicy(declared)
