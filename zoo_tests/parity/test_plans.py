@@ -26,9 +26,7 @@ from shardformer.policies.plans import tables
 from shardformer.policies.plans.declared import declared_plans
 from shardformer.policies.registry import family_policies, policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
-from zoo_tests.campaigns.census.switches import each_alone, one_of_each_family, turned
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of
-from zoo_tests.campaigns.census.verdict import EXACT, kind_of
 from zoo_tests.campaigns.divided_sequences import families_to_ship, merged, plain_run_with_images
 from zoo_tests.docs.pages import REPOSITORY, rows_of
 from zoo_tests.harness.image_twin import image_twin_of
@@ -39,7 +37,7 @@ _PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
 # One of each kind of layer, for the fast part.
 _FAST = ("megatron_bert", "biogpt", "olmo2")
 _EVERY = 4  # of the families is in the suite, all others in the campaign
-_EVERY_DIVIDED, _EVERY_SWITCHED = 12, 24
+_EVERY_DIVIDED = 12
 _LARGE = (
     "muse_glimmer",
     "muse_spark",
@@ -157,26 +155,6 @@ def test_parts_that_a_switch_adds(name: str, switches: dict[str, Any], layouts: 
     plain = plain_run(head)
     assert not isinstance(plain, str), f"plain training fails: {plain}"
     assert {layout: sharded_verdict(head, layout, plain) for layout in layouts} == dict.fromkeys(layouts, "exact")
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        pytest.param(head, id=head.family, marks=pytest.mark.campaign if number % _EVERY_SWITCHED else pytest.mark.slow)
-        for number, head in enumerate(one_of_each_family())
-    ],
-)
-def test_switches_of_configurations(head: HeadClass) -> None:
-    """All of a family's switches at once; each alone where transformers does not train all of them together."""
-    found = {}
-    for case in turned(head):
-        trained = [(case, plain_run(case))]
-        if isinstance(trained[0][1], str) and len(case.switches) > 1:
-            trained = [(one, plain_run(one)) for one in each_alone(case)]
-        runs = [(one, plain) for one, plain in trained if not isinstance(plain, str)]
-        found |= {one.switches: sharded_verdict(one, "tp2", plain) for one, plain in runs}
-    wrong = {switches: verdict for switches, verdict in found.items() if kind_of(verdict) not in (EXACT, "refused")}
-    assert not wrong
 
 
 # What is divided -> its layout, and heads of families with layers of a kind of their own.

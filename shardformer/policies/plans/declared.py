@@ -63,6 +63,7 @@ class DeclaredPlan:
             their end; a function computes them, or the shared states, from the model.
         optional_layers: configuration field of the text model that names the layers which a batch may skip, see
             `StageLayout`.
+        keeps_whole: tells whether a module of the model is not divided, although the plan names parts of it.
         needs: configuration field -> the only value with which the family can be sharded.
         sublayer_lists: paths of the lists of further parts of the same layers.
         layer_outputs: length of the tuple that a layer returns, if its source does not determine it.
@@ -91,6 +92,7 @@ class DeclaredPlan:
     changes_shapes: bool = False
     calls_forward: bool = False
     optional_layers: str | None = None
+    keeps_whole: Callable[[nn.Module], bool] = lambda module: False  # noqa: E731
     needs: Mapping[str, Any] = field(default_factory=dict)
     sublayer_lists: tuple[str, ...] = ()
     layer_outputs: int | None = None

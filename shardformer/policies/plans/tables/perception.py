@@ -97,6 +97,12 @@ _CONFORMER = {
     "distance_embedding": "replicated_with_grad_allreduce",
 }
 
+
+def _rotates_states(module: nn.Module) -> bool:
+    """Return whether an attention rotates whole hidden states, in front of its projections."""
+    return getattr(module, "position_embeddings_type", None) == "rotary"
+
+
 # Depthwise convolutions between the linear layers of a feed-forward process each feature separately.
 _CONVOLVED = {"dwconv.dwconv.weight": "first_dim", "dwconv.dwconv.bias": "first_dim"}
 _CONVOLVED_LOCAL = {"dwconv.dwconv": ("groups", "in_channels", "out_channels")}
@@ -194,8 +200,13 @@ PLANS = {
     "vit_msn": _VIT,
     "vivit": _VIT,
     "wav2vec2": _sound(_SELF_ATTENTION, ReceivedPair, head_losses={"Wav2Vec2ForPreTraining": own_loss}),
-    "wav2vec2_bert": _sound(_CONFORMER, ReceivedPair),
-    "wav2vec2_conformer": _sound(_CONFORMER, ReceivedPair, head_losses={"Wav2Vec2ConformerForPreTraining": own_loss}),
+    "wav2vec2_bert": _sound(_CONFORMER, ReceivedPair, keeps_whole=_rotates_states),
+    "wav2vec2_conformer": _sound(
+        _CONFORMER,
+        ReceivedPair,
+        head_losses={"Wav2Vec2ConformerForPreTraining": own_loss},
+        keeps_whole=_rotates_states,
+    ),
     # Its attention passes full weights to a PyTorch function, so they are replicated.
     "wavlm": _sound({}, ReceivedPair, carried_inputs=("position_bias",)),
     "yolos": replace(_BERT, every=("encoder.interpolation",)),  # its sums are added after each layer
