@@ -35,6 +35,7 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.expert_balance import ExpertBalance
+from plugins.hybrid_parallel.loss.replica_losses import off_inputs
 from plugins.hybrid_parallel.loss.step_loss import CriterionStepLoss, ModelStepLoss, StepLoss
 from plugins.hybrid_parallel.offload.activations import OffloadedActivations
 from plugins.hybrid_parallel.offload.stores import Store
@@ -239,8 +240,7 @@ class HybridParallelModel(WholeModelView):
             self.begin_training(kwargs, check_batch_of_replica)
             self.trace.begin([kwargs], [])
             weight = self.user_loop.begin(kwargs, args)
-        if weight is not None:
-            args, kwargs = weight.off_inputs(args), weight.off_inputs(kwargs)
+            args, kwargs = off_inputs(args), off_inputs(kwargs)
         counts = torch.is_grad_enabled() and bool(args or num_rows(kwargs))
         guard = failure.guard("model(**batch)", publishes=False)
         with guard, self.in_forward(kwargs, counts):

@@ -86,7 +86,7 @@ def check_parts(model: nn.Module, batch: Mapping[str, Any], num_parts: int) -> N
 
 
 def media_tokens(model: nn.Module) -> dict[str, int]:
-    """Return the ids of the tokens in whose places the media of a model's texts go: main entry -> id."""
+    """Return the ids of the tokens that stand for media in the texts of a model: main entry -> id."""
     config = getattr(model, "config", None)
     found = {}
     for kind in _KINDS:
@@ -130,7 +130,7 @@ def parts_of_media(
     Args:
         rows: samples of the batch.
         num_parts: number of parts, whose numbers of samples differ by at most one.
-        tokens: main entry -> id of the tokens in its places.
+        tokens: main entry -> id of the tokens that stand for it.
 
     Raises:
         ConfigurationError: the batch does not tell which image belongs to which sample.
@@ -201,7 +201,7 @@ class _Items:
         """Return the number of items of each sample, [rows].
 
         Args:
-            marks: [rows, seq], whether a token is in the place of an item; None if the batch does not tell.
+            marks: [rows, seq], whether a token stands for an item; None if the batch does not tell.
         """
         if marks is not None:
             ends, bounds = marks.sum(-1).cumsum(0) * int(self.sizes.sum()), self.sizes.cumsum(0) * int(marks.sum())
@@ -221,7 +221,7 @@ class _Items:
 
 
 def _marks(kind: _Kind, name: str, batch: Mapping[str, Any], rows: int, tokens: Mapping[str, int]) -> Tensor | None:
-    """Return which tokens are in the places of a kind of media, [rows, seq] on the host; None if none is found."""
+    """Return which tokens stand for a kind of media, [rows, seq] on the host; None if none is found."""
     ids = batch.get("input_ids")
     types = batch.get("mm_token_type_ids")
     for value, mark in ((types, kind.number), (ids, tokens.get(name))):

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
@@ -43,11 +45,11 @@ class ReplicaLosses:
         mesh: the grid of ranks.
 
     Attributes:
-        kind: what the loss of the backward pass under way is.
+        kind: what the loss of the backward pass under way is; outside of `booster.backward` nothing is weighted.
     """
 
     def __init__(self, mesh: HybridMesh) -> None:
-        self.mesh, self.kind = mesh, LossKind.MEAN_OF_ROWS
+        self.mesh, self.kind = mesh, LossKind.MEAN_OF_REPLICAS
 
     @contextmanager
     def of(self, kind: LossKind) -> Iterator[None]:
@@ -110,11 +112,28 @@ class RowWeight:
         weight = self.wait()
         return outputs if weight == 1.0 else _weighed(outputs, weight, self.losses)
 
-    def off_inputs(self, inputs: Any) -> Any:
-        """Return inputs that the weight is taken off again: outputs of a model, which puts its own on them."""
-        if not any(each.requires_grad for each in _tensors(inputs)) or (weight := self.wait()) in (0.0, 1.0):
-            return inputs
-        return _weighed(inputs, 1.0 / weight, self.losses)
+
+def off_inputs(inputs: Any) -> Any:
+    """Return inputs without the weights of the models that they are outputs of: those of the last model count."""
+    for tensor in _tensors(inputs):
+        for node in nodes_of(tensor) if tensor.requires_grad else ():
+            if node.name() == f"{_Weighed.__name__}Backward":
+                return _weighed(inputs, 1.0 / node.weight, node.losses) if node.weight else inputs
+    return inputs
+
+
+def nodes_of(tensor: Tensor) -> Iterator[Node]:
+    """Yield the nodes of the script's own computation of a tensor, and of models up to functions in Python."""
+    waiting: list[Node | None] = [tensor.grad_fn]
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not isinstance(node, BackwardCFunction):
+            waiting += [following for following, _ in node.next_functions]
 
 
 class Counts:

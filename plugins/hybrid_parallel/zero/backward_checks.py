@@ -8,13 +8,12 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
+from plugins.hybrid_parallel.loss.replica_losses import nodes_of
 from shardformer.layers.partial_gradients import hook_gradient
 from shardformer.loss.terms import IGNORE_INDEX
 from shardformer.shard_spec import grad_group_of
@@ -23,6 +22,7 @@ _log = get_logger(__name__)
 
 _COMPARED_PASSES = 100  # backward passes whose labels are counted at most: each waits for a GPU
 _MEAN = 1  # reduction="mean", as torch numbers it
+_MEANS_OF_LABELS = ("NllLossBackward0", "NllLoss2DBackward0")
 
 
 class HasLabels(Protocol):
@@ -49,7 +49,7 @@ def check_weights_in_loss(loss: Tensor) -> None:
     Raises:
         ConfigurationError: if the loss reads one; raised on all ranks, which compute the same loss.
     """
-    for node in _nodes_of(loss):
+    for node in nodes_of(loss):
         weight = getattr(node, "variable", None)  # of a leaf of the graph
         if weight is not None and grad_group_of(weight) is not None:
             raise ConfigurationError(
@@ -102,8 +102,8 @@ class LabelCounts:
 def _labels_in(loss: Tensor, labels: Any) -> Tensor | float:
     """Return the number of labels that this replica's loss is a mean over; 0 if it is none of the script's own."""
     counts, reads_loss = list[Tensor](), False
-    for node in _nodes_of(loss):
-        if node.name().startswith("NllLoss") and node._saved_reduction == _MEAN:
+    for node in nodes_of(loss):
+        if node.name() in _MEANS_OF_LABELS and node._saved_reduction == _MEAN:
             counts.append(node._saved_total_weight)
         reads_loss |= node.name() == f"{SumOverReplicas.__name__}Backward"
     if counts:
@@ -111,20 +111,6 @@ def _labels_in(loss: Tensor, labels: Any) -> Tensor | float:
     # Without the model's loss, the labels are there for the script's.
     is_counted = isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point()
     return (labels != IGNORE_INDEX).sum() if is_counted and not reads_loss else 0.0
-
-
-def _nodes_of(loss: Tensor) -> Iterator[Node]:
-    """Yield the nodes of the script's own computation, and of the model's up to functions in Python."""
-    waiting: list[Node | None] = [loss.grad_fn]
-    seen: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        if not isinstance(node, BackwardCFunction):
-            waiting += [following for following, _ in node.next_functions]
 
 
 def _refuse(gradient: Tensor) -> NoReturn:

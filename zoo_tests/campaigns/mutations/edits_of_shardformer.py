@@ -156,8 +156,8 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "flash-attn is told of a document for each row": Edit(
         "shardformer.attention.packed_documents",
-        "return positions.diff(dim=-1, prepend=positions[:, :1]) != 1",
-        "return positions.diff(dim=-1, prepend=positions[:, :1]) == 0",
+        "falls = (steps != 1) & (positions[:, 1:] == least)",
+        "falls = (steps == 0) & (positions[:, 1:] == least)",
         (f"{_SHARDFORMER}/attention/test_flash_attn.py::test_it_is_told_of_documents_in_several_rows[Llama]",),
     ),
     "scores of uneven heads padded in front": Edit(
