@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardformer.utils.caches import cache_name
 from shardformer.utils.source import names_read_by, syntax_of
 
 # Kinds of layers, as configurations name them, that mix tokens in attention alone.
@@ -47,7 +48,7 @@ def may_be_packed(inputs: Mapping[str, Any]) -> bool:
 
 def asks_for_cache(inputs: Mapping[str, Any]) -> bool:
     """Return whether the inputs themselves ask for a cache; a default of the configuration does not count."""
-    return bool(inputs.get("use_cache")) or inputs.get("past_key_values") is not None
+    return bool(inputs.get("use_cache")) or cache_name(inputs) is not None
 
 
 def restart_flag(positions: Tensor) -> Tensor:

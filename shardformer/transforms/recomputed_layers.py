@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.policies.registry import policy_for
+from shardformer.utils.caches import CACHE_NAMES
 from shardformer.utils.derived_modules import derive, replace_modules
 from shardformer.utils.module_paths import has_module
 
@@ -48,7 +49,7 @@ def layers_without_recomputation(model: nn.Module) -> list[nn.Module]:
     layers = [layer for path in lists for layer in base.get_submodule(path)]
     by_transformers = any(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
     # A second run would write the keys and values of a second pass into the cache.
-    writes_cache = any("past_key_values" in inspect.signature(layer.forward).parameters for layer in layers)
+    writes_cache = any(set(CACHE_NAMES) & set(inspect.signature(layer.forward).parameters) for layer in layers)
     return [] if by_transformers or writes_cache else layers
 
 

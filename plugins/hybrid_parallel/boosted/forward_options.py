@@ -29,6 +29,7 @@ from shardformer.attention.packed_documents import (
 from shardformer.attention.packed_mixers import ARGUMENT, document_lengths
 from shardformer.context_parallel.batch_facts import restarts
 from shardformer.peft import model_inside, prompt_config
+from shardformer.utils.caches import cache_name
 
 
 class ForwardOptions:
@@ -237,7 +238,7 @@ class ForwardOptions:
                 f"logits_to_keep counts tokens of whole sequences, which {cut_by} cuts; leave it out, and take these "
                 "positions of outputs.logits"
             )
-        for name in ("use_cache", "past_key_values"):
+        for name in ("use_cache", cache_name(given)):
             if is_microbatch and _is_given(given.get(name)):
                 way_out = "leave it out" if pp_size > 1 else "leave it out, or call model(**batch)"
                 yield f"{name} is in the batch, and a pipeline neither fills nor reads caches; {way_out}"

@@ -65,5 +65,5 @@ def _check(layers: list[Any]) -> None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ConfigurationError(
                 f"generate() of a pipeline keeps keys and values in caches that grow, and this cache has a "
-                f"{type(layer).__name__}; leave out past_key_values and cache_implementation, or use use_cache=False"
+                f"{type(layer).__name__}; leave out this cache, or cache_implementation, or use use_cache=False"
             )

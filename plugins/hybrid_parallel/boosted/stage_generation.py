@@ -28,6 +28,7 @@ from shardformer.generation import decided_first, generating_as
 from shardformer.peft import adapter_configs, kind_of, model_inside
 from shardformer.stages.placeholders import CachedTower, StageMessage
 from shardformer.stages.stage import run_stage
+from shardformer.utils.caches import cache_name
 from shardformer.utils.derived_modules import derive
 
 # Inputs that have a token of each position of a pass.
@@ -117,7 +118,7 @@ class StageCalls:
         """
         from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput
 
-        cache = inputs.get("past_key_values")
+        cache = inputs.get(cache_name(inputs))
         if cache is None and inputs.get("use_cache"):
             raise ConfigurationError(
                 f"generate() of a pipeline passes a cache to {type(self.model).__name__}, which makes its own; "
@@ -134,7 +135,7 @@ class StageCalls:
         caches.finish()
         logits = self._last_logits(None if outputs is None else outputs["logits"], ids.shape[0])
         cls = Seq2SeqLMOutput if self.model.config.is_encoder_decoder else CausalLMOutputWithPast
-        return cls(logits=logits, past_key_values=cache)
+        return cls(None, logits, cache)  # by place: a release may rename the cache
 
     def _through(self, stages: range, run: Callable[[int, StageMessage | None], Any], key: tuple) -> Any | None:
         """Run the stages of this rank among `stages`; return the result of the last one on its rank, None elsewhere.

@@ -46,6 +46,7 @@ from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.zero.passes import BackwardPasses
 from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
+from shardformer.utils.caches import CACHE_NAMES
 
 _BARE = ""  # the name of the output of a model that returns a single tensor
 
@@ -175,7 +176,7 @@ class PipelineCall:
             self.passes = runtime.begin(inputs, finish_forward, loss.balance)
             runtime.execute(self.passes, runtime.phases(len(inputs))[0])
         self.balance = loss.balance
-        self._not_made = {"past_key_values": CACHE_WITHHELD} if model.options.would_cache(batch) else {}
+        self._not_made = dict.fromkeys(CACHE_NAMES, CACHE_WITHHELD) if model.options.would_cache(batch) else {}
         self._not_made |= {"router_logits": SCORES_WITHHELD} if self.balance is not None or asks_routers else {}
         self._not_made |= {AUX_LOSS: ROUTERS_WITHHELD} if self.balance is None and asks_routers else {}
         if not trains:

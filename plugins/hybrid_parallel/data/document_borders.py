@@ -15,9 +15,10 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 from shardformer.attention.packed_documents import document_starts
+from shardformer.utils.caches import cache_name
 
 _BORDERS, _LENGTHS, _NUMBERS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k"), "seq_idx"
-_AGAINST = ("attention_mask", "use_cache", "past_key_values")
+_AGAINST = ("attention_mask", "use_cache")
 _NAMES = (*_BORDERS, *_LENGTHS, _NUMBERS)
 _RULE = "the rows of a batch are whole documents one behind the other"
 
@@ -48,7 +49,9 @@ def with_positions(batch: Mapping[str, Any]) -> dict[str, Any]:
     rows, length = tokens.shape[:2]
     if not rows:  # an empty share of a batch has the entries of the others
         return {"position_ids": tokens.new_zeros((0, length), dtype=torch.long), **rest}
-    against = next((name for name in _AGAINST if batch.get(name) is not None and batch[name] is not False), None)
+    against = next(
+        (name for name in _AGAINST if batch.get(name) is not None and batch[name] is not False), cache_name(batch)
+    )
     if against is not None:
         raise ConfigurationError(
             f"the batch has {named[0]}, which keeps documents in a row apart, and {against}, which lets them see each "

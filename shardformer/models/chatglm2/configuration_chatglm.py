@@ -27,7 +27,7 @@ class ChatGLMConfig(PretrainedConfig):
     """
 
     model_type = "chatglm"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
     attribute_map = {"num_hidden_layers": "num_layers", "vocab_size": "padded_vocab_size", "head_dim": "kv_channels"}
 
     def __init__(

@@ -5,6 +5,7 @@ Modules are named as in the original checkpoints. Attention and masks go through
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from shardformer.models.chatglm2.configuration_chatglm import ChatGLMConfig
 
 _IGNORED = -100
+_CACHE = dataclasses.fields(BaseModelOutputWithPast)[1].name  # of a cache: "past_key_values", "cache" since 5.24
 
 
 class ChatGLMRMSNorm(nn.Module):
@@ -108,14 +110,14 @@ class ChatGLMSelfAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         """hidden_states: [batch, seq, hidden]; output: the same."""
+        cache = kwargs.pop(_CACHE, None)
         query, key, value = self._heads(self.query_key_value(hidden_states))
         query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_index)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_index)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
         scaling = self.head_dim**-0.5
@@ -248,6 +250,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids, attention_mask, position_ids: [batch, seq]; last_hidden_state: [batch, seq, hidden]."""
@@ -255,25 +258,19 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         embeds = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(embeds.shape[1], device=embeds.device) + seen)[None]
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
         hidden_states = self.encoder(
             embeds,
             position_embeddings=self.rotary_pos_emb(position_ids),
-            attention_mask=mask,
-            past_key_values=past_key_values if use_cache else None,
+            attention_mask=create_causal_mask(self.config, embeds, attention_mask, cache, position_ids=position_ids),
+            **{_CACHE: cache if use_cache else None},
         )
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(hidden_states, cache)
 
 
 class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
@@ -304,18 +301,19 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """logits: [batch, seq, padded vocabulary]; labels: [batch, seq], not shifted (this method shifts them)."""
         outputs = self.transformer(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cache, **kwargs
         )
         logits = self.transformer.output_layer(outputs.last_hidden_state[:, -logits_to_keep:])
         loss = None
         if labels is not None:
             wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
             loss = F.cross_entropy(wide.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+        return CausalLMOutputWithPast(loss, logits, getattr(outputs, _CACHE))
 
 
 class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
@@ -343,4 +341,4 @@ class ChatGLMForSequenceClassification(ChatGLMPreTrainedModel):
             last = (attention_mask * torch.arange(hidden.shape[1], device=hidden.device)).argmax(1)
         logits = self.classifier_head(hidden[torch.arange(len(hidden), device=hidden.device), last])
         loss = None if labels is None else F.cross_entropy(logits, labels, ignore_index=_IGNORED)
-        return SequenceClassifierOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+        return SequenceClassifierOutputWithPast(loss, logits, getattr(outputs, _CACHE))

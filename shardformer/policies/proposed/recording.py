@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardformer.layers.linear import is_linear, out_features
+from shardformer.utils.caches import CACHE_NAMES
 
 Halves = tuple[Tensor, Tensor]
-_CACHES = ("past_key_values", "cache_params", "mems")  # of a rank's own heads
+_CACHES = (*CACHE_NAMES, "mems")  # of a rank's own heads
 
 
 @dataclass

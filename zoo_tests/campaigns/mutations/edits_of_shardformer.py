@@ -144,8 +144,8 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "packed documents told apart where the batch asks for a cache": Edit(
         "shardformer.attention.packed_documents",
-        'return bool(inputs.get("use_cache")) or inputs.get("past_key_values") is not None',
-        'return inputs.get("past_key_values") is not None',
+        'return bool(inputs.get("use_cache")) or cache_name(inputs) is not None',
+        "return cache_name(inputs) is not None",
         (f"{_KEPT_APART}::test_documents_are_kept_apart_unless_the_batch_says_otherwise[{{}}]",),
     ),
     "masks without positions let documents see each other": Edit(
