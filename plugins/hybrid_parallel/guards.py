@@ -89,8 +89,6 @@ class GuardedModel(ModelWrapper):
         _refuse_what_has_moved(self, name, "model")
         if name in _ASKED_OF_MODELS:
             _refuse_engine(_ASKED_OF_MODELS[name])
-        if name == "_torchdynamo_orig_callable":
-            self.compile()
         if name in _BEFORE_BOOST:
             return partial(_refuse_change, name)
         return super().__getattr__(name)
@@ -102,6 +100,11 @@ class GuardedModel(ModelWrapper):
         _refuse_engine("FSDP")
 
     _is_fsdp_managed_module = property(None, _marked_by_fsdp)
+
+    @property
+    def _torchdynamo_orig_callable(self) -> NoReturn:
+        """What `torch.compile` asks for first; since torch 2.15 it looks past `__getattr__`."""
+        _refuse_compiler()
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse `torch.compile`.
