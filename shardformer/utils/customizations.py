@@ -25,6 +25,7 @@ _HOOK_OPTIONS = (
 )
 _OURS = ("shardformer.", "plugins.")
 _LIBRARIES = ("torch.nn.modules.", "transformers.", "bitsandbytes.nn.modules", *_OURS)
+_PLAIN_PRODUCTS = ("FalconLinear",)  # linear layers of transformers whose own forward is that of `nn.Linear`
 
 
 def hook_on(module: nn.Module) -> str | None:
@@ -48,7 +49,7 @@ def user_code(module: nn.Module) -> str | None:
     if forward is not None and not _module_of(forward).startswith(_OURS):
         return "a forward of its own"
     definer = next(cls for cls in type(module).__mro__ if "forward" in vars(cls) or "__call__" in vars(cls))
-    if not definer.__module__.startswith(_LIBRARIES):
+    if not definer.__module__.startswith(_LIBRARIES) or _multiplies_otherwise(definer):
         return f"the forward of {definer.__name__}"
     if type(module).__module__.startswith("torch.nn.modules."):
         usual = {"weight", "bias"}
@@ -60,6 +61,12 @@ def user_code(module: nn.Module) -> str | None:
     if kinds - {nn.Parameter}:
         return f"weights of the kind {min(kind.__name__ for kind in kinds - {nn.Parameter})}"
     return None
+
+
+def _multiplies_otherwise(definer: type[nn.Module]) -> bool:
+    """Return whether a class of transformers is a linear layer whose forward is another one, as of scaled logits."""
+    is_theirs = issubclass(definer, nn.Linear) and definer.__module__.startswith("transformers.")
+    return is_theirs and definer.__name__ not in _PLAIN_PRODUCTS
 
 
 def carry_over(native: nn.Module, new: nn.Module) -> None:

@@ -37,6 +37,15 @@ class Louder(nn.Linear):
         return super().forward(input) * 1.3
 
 
+class ScaledHead(nn.Linear):
+    """A class of transformers, as Dory's head, whose forward is not that of a linear layer."""
+
+    __module__ = "transformers.models.dory.modeling_dory"
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.logit_scale
+
+
 class Adapted(nn.Module):
     """A wrapper as in tutorials on LoRA."""
 
@@ -74,8 +83,9 @@ def _change_llama(model: nn.Module, seen: list[Tensor]) -> None:
     last.self_attn.k_proj = Adapted(last.self_attn.k_proj)
     last.mlp.register_forward_hook(lambda _, __, output: output * 0.7)
     last.input_layernorm.register_forward_hook(lambda _, __, output: output + 0.2)
+    model.lm_head.__class__ = ScaledHead
+    model.lm_head.logit_scale = nn.Parameter(torch.linspace(0.5, 2, model.lm_head.out_features, dtype=torch.float64))
     last.register_full_backward_hook(lambda _, __, got: seen.append(got[0].norm().detach()))
-    model.lm_head.register_forward_hook(lambda _, __, output: output.tanh() * 3)
 
 
 def _change_tied(model: nn.Module, seen: list[Tensor]) -> None:

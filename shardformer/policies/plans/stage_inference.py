@@ -63,9 +63,10 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
     Modules registered before the list, on any level, run before it, and so do those that turn images or sounds into
     embeddings (`feature_modules`); other modules registered after it run after it. Modules without parameters (rotary
     tables) stay on every stage. A pooler, and the modules of a head class outside its base model, run after the layers
-    regardless of their order. Only modules below `root` are considered.
+    regardless of their order. Only modules below `root` are considered. None if there are no layers, or if they run
+    several times in a pass.
     """
-    if layers is None or len(model.get_submodule(layers)) == 0:
+    if layers is None or len(model.get_submodule(layers)) == 0 or _run_again(model, layers):
         return None
     first: dict[str, type[StagePlaceholder]] = {}
     last: list[str] = []
@@ -92,6 +93,25 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
         tuple_output=num_outputs(layer),
         first_inputs=ENCODED_INPUTS if skips_encoders else (),
         inputs_between=() if root else inputs_between_layers(type(runner), parts[-1]),
+    )
+
+
+def _run_again(model: nn.Module, layers: str) -> bool:
+    """Return whether the module that owns the layer list at a path goes over it in a loop within another `for`.
+
+    So do Dory and Inkling 2 Loop: a stage would run its layers once.
+    """
+    parent, _, name = layers.rpartition(".")
+    try:
+        tree = syntax_of(type(model.get_submodule(parent)).forward)
+    except OSError:  # a model without source
+        return False
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    inner = [each for outer in loops for each in ast.walk(outer) if isinstance(each, ast.For) and each is not outer]
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == name and _is_self(node.value)
+        for loop in inner
+        for node in ast.walk(loop.iter)
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import pytest
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from shardformer import (
     ModulePolicyDescription,
@@ -32,6 +32,7 @@ from shardformer.policies import head_losses as losses
 from shardformer.policies import registry
 from shardformer.policies.families.bert import BertPolicy
 from shardformer.policies.families.llama import LlamaPolicy
+from shardformer.policies.plans.stage_inference import stage_layout
 from shardformer.stages.stage import Received
 from zoo_tests.zoo import FAMILIES
 
@@ -48,6 +49,30 @@ class Base(nn.Module):
         self.embed = nn.Embedding(6, 4)
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.head = nn.Linear(4, 2)
+
+
+class RunsAgain(Base):
+    """Layers in the middle run several times, as in Dory and Inkling 2 Loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:1]:
+            x = block(x)
+        for _ in range(2):
+            for block in self.blocks[1:]:
+                x = block(x)
+        return x
+
+
+class RunsChunks(Base):
+    """Generation takes a prompt in parts, as in xLSTM."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        while not self.training:
+            for block in self.blocks:
+                x = block(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 def column(suffix: str, **options: object) -> SubModuleReplacementDescription:
@@ -125,6 +150,10 @@ class TestStages:
     def test_without_a_stage_layout_there_is_no_pipeline(self) -> None:
         with pytest.raises(ValueError, match="cannot be cut into pipeline stages; use pp_size=1"):
             _shard(TablePolicy(WHOLE_TABLE, None), num_stages=2)
+
+    @pytest.mark.parametrize(("cls", "is_cut"), [(RunsAgain, False), (RunsChunks, True), (Base, True)])
+    def test_layers_that_run_several_times_are_not_cut(self, cls: type[nn.Module], is_cut: bool) -> None:
+        assert (stage_layout(cls(), "blocks") is not None) == is_cut
 
     def test_a_module_without_a_stage_is_named(self) -> None:
         layout = StageLayout(layers="blocks", first={"embed": Received})

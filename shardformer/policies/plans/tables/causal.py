@@ -218,6 +218,12 @@ PLANS = {
     "deepseek_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}),
     "glm5_next": DeclaredPlan(None, layers="language_model.layers", first={"embed_tokens": ReceivedUnpadded}),
     "hy_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}, carried_inputs=("prev_topk_indices",)),
+    "hy_v4_vl": DeclaredPlan(
+        None,
+        layers="language_model.layers",
+        first={"embed_tokens": ReceivedUnpadded},
+        carried_inputs=("prev_topk_indices",),
+    ),
     "inkling": DeclaredPlan(None, first={"embed_norm": IdentityPlaceholder}),  # registered after the layers in 5.17
     "inkling2": DeclaredPlan(None, kept_outputs=_block_inputs),
     "higgs_audio_v2": DeclaredPlan(
