@@ -235,6 +235,8 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "vitpose": {"backbone_config": {"part_features": 8, "image_size": [32, 32], "patch_size": [8, 8]}}
     | {"image_size": [32, 32]},
     "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "wavtokenizer_encoder": {"codebook_dim": 32, "hidden_size": 32, "codebook_size": 8},
+    "apertus1p5": {"image_token_offset": 60, "audio_token_offset": 68, "image_token_id": 98, "audio_token_id": 97},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), {"vision_start_token_id": 97}),
@@ -308,7 +310,10 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     # Its weights double the variance in each convolution: narrow ones, or features of unit size, make losses explode.
     "tipsv2_dpt": {"neck_hidden_sizes": [32] * 4, "fusion_hidden_size": 32, "num_labels": 16}
     | {"initializer_range": 0.02, "backbone_config": {**_PATCHES, "apply_layernorm": False}},
-    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "codebook_size": 8},
+    **dict.fromkeys(
+        ("emu3_vqgan", "apertus1p5_vision_tokenizer"),
+        {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "codebook_size": 8},
+    ),
     "encodec": {"num_filters": 2, "codebook_size": 8, "upsampling_ratios": [2, 2]},
     **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), _GROUNDED),
     "instructblip": {"num_query_tokens": 2, "image_token_index": 99},
