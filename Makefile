@@ -4,6 +4,7 @@
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
+NEWEST_VENV ?= .venv-newest
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
@@ -11,11 +12,12 @@ NPROC ?= 4
 WORKERS ?= 3
 ARGS ?=
 
-.PHONY: help setup bert convergence test test-all test-fast test-cuda gpu campaigns docs lint format bench wheel clean
+.PHONY: help setup bert convergence test test-all test-fast test-newest test-cuda gpu campaigns docs lint format bench wheel clean
 
 help:
 	@echo "make bert         fine-tune a pretrained BERT on 4 ranks (tp 2 x pp 2)"
 	@echo "make test         the test suite; make test-fast leaves out all that take long, make test-all nothing"
+	@echo "make test-newest  the test suite with what pip installs today, in a virtual environment of its own"
 	@echo "make test-cuda    tests on a CUDA device that is simulated in host memory; needs a C++ compiler"
 	@echo "make gpu          on a machine with a GPU: tests and measures it in 8 minutes, and writes runs/gpu.md"
 	@echo "make campaigns    what takes an hour: every mutant, every plan, kills and faults, of which the suite has samples"
@@ -41,7 +43,8 @@ convergence: setup
 	$(BIN)/python examples/bert/convergence.py $(ARGS)
 
 # Three processes share the tests: while ranks of the one wait for each other or for a disk, those of another work.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest zoo_tests --numprocesses $(WORKERS) --dist worksteal
+SUITE := -m pytest zoo_tests --numprocesses $(WORKERS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(SUITE)
 
 test: setup
 	$(PYTEST) --sample $(ARGS)
@@ -51,6 +54,14 @@ test-all: setup
 
 test-fast: setup
 	$(PYTEST) -m "not slow" --quick $(ARGS)
+
+# Without constraints, those of pip's configuration included; each run upgrades what has a new release.
+test-newest:
+	test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
+	PIP_CONSTRAINT= PIP_CONFIG_FILE=/dev/null $(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade \
+		--upgrade-strategy eager --editable '.[examples,test]'
+	$(NEWEST_VENV)/bin/python -m pip list | grep -E '^(torch|transformers|accelerate|peft|trl|lightning) '
+	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python $(SUITE) --sample $(ARGS)
 
 ON_CUDA := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --device simcuda -m "not slow" --numprocesses $(WORKERS)
 
@@ -91,4 +102,4 @@ wheel: setup
 	$(BIN)/python -m build --quiet --wheel
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST_VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -4,6 +4,7 @@ from booster.auto_accelerate import auto_accelerate
 from booster.booster import Booster
 from booster.errors import ConfigurationError, VerificationError
 from booster.launch import launch, launch_from_torch
+from booster.logging import lower_missing_kernel
 from booster.meter import Meter
 from booster.plugin import (
     CheckpointIO,
@@ -20,6 +21,7 @@ from shardformer.lazy import LazyInitContext, record_module_init
 
 __version__ = "0.1.0"
 warn_of_hidden_plugins()
+lower_missing_kernel()
 
 __all__ = [
     "Booster",

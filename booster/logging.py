@@ -30,6 +30,19 @@ def get_logger(name: str) -> logging.Logger:
     return logger
 
 
+def lower_missing_kernel() -> None:
+    """Log at INFO that bitsandbytes lacks a kernel of Hugging Face's hub for CPUs, which it warns of when imported.
+
+    transformers' Trainer imports peft, and peft imports it, whether or not a script quantises anything.
+    """
+
+    def asked(record: logging.LogRecord) -> bool:
+        is_it = record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")
+        return not is_it or logging.getLogger(record.name).isEnabledFor(logging.INFO)
+
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(asked)
+
+
 def announce(logger: logging.Logger, line: str) -> None:
     """Log a line at INFO; if the application has configured no logging, write it to stderr, on rank 0 only."""
     if logger.hasHandlers():

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from booster.arguments import RankParser
+from booster.errors import ConfigurationError
+
 from convergence_run import parser as run_parser
 from convergence_run import settings_of
 from layouts import DEFAULT_LAYOUTS, LAYOUTS, REFERENCE, Layout
 from report import plot_losses, prepare_directory, print_table
 from tasks import load_pairs
-
-from booster.arguments import RankParser
-from booster.errors import ConfigurationError
 
 _COMPARED_STEPS = 100
 _COLUMNS = ("layout", "ranks", "sharded", "accuracy", "F1", "loss")

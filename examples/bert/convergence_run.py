@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from booster.arguments import RankParser
+
 import torch
 import torch.distributed as dist
 from arguments import positive_float, positive_int
@@ -23,8 +25,6 @@ from tasks import TASKS, load_pairs, shorten
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-
-from booster.arguments import RankParser
 
 _EVAL_BATCH_SIZE = 64
 _PRECISIONS = ("fp64", "fp32", "bf16", "fp16")

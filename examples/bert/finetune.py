@@ -14,6 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from booster import Booster, ConfigurationError, launch_from_torch
+from booster.arguments import RankParser
+from booster.launch import command_of_this_job
+from plugins.hybrid_parallel import HybridParallelPlugin
+
 import torch
 import torch.distributed as dist
 from arguments import positive_float, positive_int
@@ -23,11 +28,6 @@ from model import MINILM, TINY, load_model
 from report import peak_memory_of_ranks, plot_losses, prepare_directory, print_table, write_json
 from tasks import TASKS, load_pairs, shorten
 from tqdm import tqdm
-
-from booster import Booster, ConfigurationError, launch_from_torch
-from booster.arguments import RankParser
-from booster.launch import command_of_this_job
-from plugins.hybrid_parallel import HybridParallelPlugin
 
 _WARMUP_FRACTION = 0.1
 _MAX_NORM = 1.0

@@ -7,10 +7,10 @@ import string
 from pathlib import Path
 from typing import Any
 
+from booster.errors import ConfigurationError
+
 import torch
 from hub import go_offline_if_unreachable
-
-from booster.errors import ConfigurationError
 
 MINILM = "minilm"
 TINY = "tiny"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from booster.errors import ConfigurationError
+
 from data import SentencePair
 from hub import go_offline_if_unreachable
-
-from booster.errors import ConfigurationError
 
 _TRAIN_FILE = "msr_paraphrase_train.txt"
 _TEST_FILE = "msr_paraphrase_test.txt"

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from booster.errors import ConfigurationError
+
 import torch
 import torch.distributed as dist
-
-from booster.errors import ConfigurationError
 
 _KIB = 1024
 _MIB = 1024 * 1024

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from booster.errors import ConfigurationError
+
 from data import SentencePair
 from mrpc import mrpc_from_hub, mrpc_pairs
 from topics import topic_pairs
-
-from booster.errors import ConfigurationError
 
 TASKS = ("topics", "mrpc")
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from booster import Booster, launch_from_torch
+from plugins.hybrid_parallel import HybridParallelPlugin
+
 import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from booster import Booster, launch_from_torch
-from plugins.hybrid_parallel import HybridParallelPlugin
 
 try:
     import ray.train

@@ -13,6 +13,13 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from booster import launch_from_torch
+from booster.integrations.arguments import TrainingParser
+from booster.integrations.meter_callback import MeterCallback
+from booster.integrations.next_commands import command_to_continue
+from booster.integrations.transformers import boosted
+from plugins.hybrid_parallel import HybridParallelPlugin
+
 import torch
 from datasets import Dataset, load_dataset
 from transformers import (
@@ -25,13 +32,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from trl import DPOConfig, DPOTrainer
-
-from booster import launch_from_torch
-from booster.integrations.arguments import TrainingParser
-from booster.integrations.meter_callback import MeterCallback
-from booster.integrations.next_commands import command_to_continue
-from booster.integrations.transformers import boosted
-from plugins.hybrid_parallel import HybridParallelPlugin
 
 
 @dataclass

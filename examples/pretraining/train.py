@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from booster import Booster, launch_from_torch, record_module_init
+from booster.launch import command_of_this_job
+from plugins.hybrid_parallel import HybridParallelPlugin
+
 import torch
 import torch.distributed as dist
 from packing import pack
@@ -25,10 +29,6 @@ from transformers import (
     LlamaConfig,
     get_cosine_schedule_with_warmup,
 )
-
-from booster import Booster, launch_from_torch, record_module_init
-from booster.launch import command_of_this_job
-from plugins.hybrid_parallel import HybridParallelPlugin
 
 _CHECKPOINTS_KEPT = 2
 

@@ -9,6 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from booster import launch_from_torch
+from booster.integrations.arguments import TrainingParser
+from booster.integrations.meter_callback import MeterCallback
+from booster.integrations.next_commands import command_to_continue
+from booster.integrations.transformers import boosted
+from plugins.hybrid_parallel import HybridParallelPlugin
+
 import torch
 from torch.utils.data import Dataset
 from transformers import (
@@ -21,13 +28,6 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
-
-from booster import launch_from_torch
-from booster.integrations.arguments import TrainingParser
-from booster.integrations.meter_callback import MeterCallback
-from booster.integrations.next_commands import command_to_continue
-from booster.integrations.transformers import boosted
-from plugins.hybrid_parallel import HybridParallelPlugin
 
 
 @dataclass

@@ -12,6 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from booster import launch_from_torch
+from booster.integrations.arguments import TrainingParser
+from booster.integrations.meter_callback import MeterCallback
+from booster.integrations.next_commands import command_to_continue
+from booster.integrations.transformers import boosted
+from plugins.hybrid_parallel import HybridParallelPlugin
+
 import numpy
 import torch
 from torch.utils.data import Dataset
@@ -27,13 +34,6 @@ from transformers import (
     WhisperForConditionalGeneration,
     WhisperProcessor,
 )
-
-from booster import launch_from_torch
-from booster.integrations.arguments import TrainingParser
-from booster.integrations.meter_callback import MeterCallback
-from booster.integrations.next_commands import command_to_continue
-from booster.integrations.transformers import boosted
-from plugins.hybrid_parallel import HybridParallelPlugin
 
 
 @dataclass

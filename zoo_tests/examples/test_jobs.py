@@ -5,6 +5,7 @@ What breaks here first: an argument of Trainer or TRL that was renamed. `example
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -102,3 +103,12 @@ def test_the_page_of_jobs_names_the_layouts_that_are_tested() -> None:
     assert said == [
         [" ".join(layout) for layout in layouts if layout != _TWO_REPLICAS] for _, _, *layouts in JOBS.values()
     ]
+
+
+@pytest.mark.parametrize("script", sorted((REPOSITORY / "examples").rglob("*.py")), ids=lambda path: path.parent.name)
+def test_an_example_imports_booster_first(script: Path) -> None:
+    """So that what transformers' Trainer imports logs nothing (`lower_missing_kernel`)."""
+    imports = [node for node in ast.parse(script.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+    found = [node.module.partition(".")[0] for node in imports if node.module]
+    libraries = [name for name in found if name in ("booster", "transformers", "peft", "trl")]
+    assert libraries[:1] in ([], ["booster"])

@@ -95,7 +95,7 @@ def source_line() -> str:
         path = Path(frame.f_code.co_filename)
         if not inner and "transformers" in path.parts:
             inner = f" in {'/'.join(path.parts[path.parts.index('transformers') :])}:{frame.f_lineno}"
-        if path.is_relative_to(_REPOSITORY) and ".venv" not in path.parts:
+        if path.is_relative_to(_REPOSITORY) and not any(part.startswith(".venv") for part in path.parts):
             name = path.relative_to(_REPOSITORY).as_posix()
             if not name.startswith(_OWN) or path.name.startswith("test_"):
                 return f"{name}:{frame.f_lineno}{inner}"
