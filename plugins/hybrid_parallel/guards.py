@@ -103,8 +103,10 @@ class GuardedModel(ModelWrapper):
 
     @property
     def _torchdynamo_orig_callable(self) -> NoReturn:
-        """What `torch.compile` asks for first; since torch 2.15 it looks past `__getattr__`."""
-        _refuse_compiler()
+        """What `torch.compile` asks for first, since 2.15 past `__getattr__`; others may walk all attributes."""
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo"):
+            _refuse_compiler()
+        raise AttributeError("_torchdynamo_orig_callable")
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse `torch.compile`.

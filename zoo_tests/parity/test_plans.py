@@ -71,10 +71,17 @@ def _cases() -> Iterator:
                 break
 
 
+def _plain(head: HeadClass) -> PlainRun:
+    plain = plain_run(head)
+    if isinstance(plain, str) and "library but it was not found" in plain:  # timm, of towers of images
+        pytest.skip(plain)
+    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    return plain
+
+
 @pytest.mark.parametrize(("head", "layout"), list(_cases()))
 def test_trains_like_plain_training(head: HeadClass, layout: str) -> None:
-    plain = plain_run(head)
-    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    plain = _plain(head)
     assert sharded_verdict(head, layout, plain) == "exact"
 
 
@@ -82,8 +89,7 @@ def test_trains_like_plain_training(head: HeadClass, layout: str) -> None:
 @pytest.mark.parametrize("name", ["DbrxForCausalLM", "Qwen4ExpForCausalLM"])
 def test_parts_that_return_several_tensors_of_the_tokens_between_slices_of_the_sequence(name: str) -> None:
     [head] = [head for head in head_classes() if head.name == name]
-    plain = plain_run(head)
-    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    plain = _plain(head)
     assert sharded_verdict(head, "sp2", plain) == "exact"
 
 
@@ -108,8 +114,7 @@ def test_what_a_plan_of_transformers_leaves_whole_is_divided(name: str, least: f
     head = next((head for head in head_classes() if head.name == name), None)
     if head is None:
         pytest.skip(f"this release of transformers has no {name}")
-    plain = plain_run(head)
-    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    plain = _plain(head)
     assert sharded_verdict(head, "tp2", plain) == "exact"
     twin = plain.case.tiny_model
     assert share_cut(twin.build, twin.batch(twin.build(), 0, 2)).flops > least
@@ -206,8 +211,7 @@ def _divided(way: str) -> Iterator:
 
 def _judged(name: str, layout: str, has_images: bool = False) -> str:
     [head] = [head for head in head_classes() if head.name == name]
-    plain = plain_run(head)
-    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    plain = _plain(head)
     model = plain.case.tiny_model.build()
     if layout != "sp2" or has_images:
         plain = plain_run_with_images(plain, policy_for(model)) or (None if has_images else plain)
@@ -296,8 +300,7 @@ def _towers() -> Iterator:
 @pytest.mark.parametrize("head", list(_towers()))
 def test_towers_are_cut_anywhere(head: HeadClass) -> None:
     """Inside of the encoder, between the towers, inside of the decoder: each leaves another forward to a stage."""
-    plain = plain_run(head)
-    assert not isinstance(plain, str), f"plain training fails: {plain}"
+    plain = _plain(head)
     cuts = {split: sharded_verdict(head, "pp2", plain, layers_per_stage=split) for split in ((1, 7), (4, 4), (7, 1))}
     assert set(cuts.values()) == {"exact"}, cuts
 

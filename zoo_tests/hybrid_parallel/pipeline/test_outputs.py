@@ -182,8 +182,8 @@ def test_selective_recomputation_keeps_no_scores_of_attention(attention: str) ->
 @distributed(1)
 def test_selective_recomputation_needs_attention_that_can_be_reached() -> None:
     booster = Booster(plugin=HybridParallelPlugin(gradient_checkpointing="selective"))
-    with pytest.raises(ConfigurationError, match="'selective' cannot reach the attention of GPTJ.*; use 'full'"):
-        booster.boost(Recipe(family="gptj", head="causal_lm").model())
+    with pytest.raises(ConfigurationError, match="'selective' cannot reach the attention of GPTNeo.*; use 'full'"):
+        booster.boost(Recipe(family="gpt_neo", head="causal_lm").model())
 
 
 @distributed(1)
