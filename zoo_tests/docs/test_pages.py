@@ -17,6 +17,7 @@ import pytest
 from plugins.hybrid_parallel.config.options import OPTIONS
 from shardformer.policies.plans.declared import declared_plans, proposed_plans
 from shardformer.policies.registry import supported_classes
+from zoo_tests.architecture.transformers_names import read_list
 from zoo_tests.docs.pages import PAGES, REPOSITORY, anchors_of, links_of, rows_of
 
 
@@ -54,10 +55,13 @@ def test_the_readme_counts_what_the_pages_count() -> None:
 def test_the_readme_names_the_versions_that_the_suite_is_run_with() -> None:
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line)
-    newest = {name: tested for name, _, tested in rows_of(REPOSITORY / "README.md", "")}
-    assert {name: newest[name] for name in ("torch", "transformers")} == {
+    rows = rows_of(REPOSITORY / "README.md", "")
+    assert rows == rows_of(REPOSITORY / "docs" / "support_policy.md", "")
+    tested = {name: (usual, newest) for name, _, usual, newest in rows}
+    assert {name: tested[name][0] for name in ("torch", "transformers")} == {
         name: pinned[name] for name in ("torch", "transformers")
     }
+    assert tested["transformers"][1] == read_list()["releases"][-1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
