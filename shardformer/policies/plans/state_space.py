@@ -66,7 +66,8 @@ def change_of(owner: nn.Module, name: str, config: ShardConfig) -> PartChange | 
         return SubModuleReplacementDescription(name, target, {"parts": _projected(owner, shares)})
     if name in ("x_proj", "out_proj"):
         return SubModuleReplacementDescription(name, RowParallelLinear, {})
-    if name == "norm" and shares:
+    # Up to transformers 5.22 the norms of Mamba-2, Bamba and Granite 4 go over all groups.
+    if name == "norm" and (shares or not any(hasattr(owner.norm, count) for count in ("group_size", "n_groups"))):
         return SubModuleReplacementDescription(name, GatedRMSNorm, {})
     if name in _NORMS:
         return SubModuleReplacementDescription(name, None, partial_gradient=True)
