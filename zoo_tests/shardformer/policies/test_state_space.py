@@ -89,7 +89,9 @@ def test_divided_state_spaces(kind: str) -> None:
     assert all(module.training for module in sharded.modules())
     prompt = ids[1:, :3]
     generated = sharded.eval().generate(prompt, max_new_tokens=4, do_sample=False)
-    assert torch.equal(generated, native.eval().generate(prompt, max_new_tokens=4, do_sample=False))
+    # Up to transformers 5.22 Falcon-H1 itself continues otherwise with a cache than without one.
+    plain = native.eval().generate(prompt, max_new_tokens=4, do_sample=False, use_cache=False)
+    assert torch.equal(generated, plain)
 
 
 @pytest.mark.parametrize(("heads", "groups", "is_cut"), [(4, 1, True), (4, 4, True), (3, 1, False), (6, 3, False)])
