@@ -21,6 +21,7 @@ _OF_ALL_FEATURES = frozenset(
     + ("group_norm", "softmax", "log_softmax", "logsumexp", "cumsum", "cumprod", "topk", "kthvalue", "sort", "argsort")
     + ("median", "quantile", "amax", "amin", "aminmax", "argmax", "argmin")
 )
+_PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"))
 
 
 def whole_counts(module: nn.Module, features: int, stride: int) -> dict[str, int]:
@@ -55,11 +56,12 @@ def names_read(module: nn.Module) -> set[str]:
 def functions_of_all_features(module: nn.Module) -> set[str]:
     """Return the functions of all features that a feed-forward calls itself, or in a part without parameters.
 
-    Attention is no feed-forward: its softmax is one over keys, and its norms are those of a head.
+    Attention is no feed-forward: its softmax is one over keys, and its norms are those of a head. One of a user's own
+    is told by a product of what its projections return.
     """
-    if is_attention(module):
-        return set()
     parts = dict(module.named_children())
+    if is_attention(module) or _PRODUCTS & (names_read(module) - parts.keys()):
+        return set()
     inside = [part for part in parts.values() if not any(True for _ in part.parameters())]
     return _OF_ALL_FEATURES & set.union(names_read(module) - parts.keys(), *map(names_read, inside))
 

@@ -7,6 +7,7 @@ has dozens of them in a file or two, so each file is parsed once.
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import linecache
 import sys
@@ -63,7 +64,10 @@ def _nested(statements: Iterable[ast.AST], prefix: str = "") -> Iterator[tuple[s
 
 
 def names_read_by(function: Any) -> set[str]:
-    """Return the globals and attributes that a function looks up by name; none if it is not written in Python."""
+    """Return the globals and attributes that a function looks up by name; none if it is not written in Python.
+
+    The operator `@` is `matmul`.
+    """
     function = inspect.unwrap(getattr(function, "func", function))
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return set() if code is None else set(_names_in(code))
@@ -71,6 +75,8 @@ def names_read_by(function: Any) -> set[str]:
 
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
+    if any(each.opname == "BINARY_OP" and each.argrepr == "@" for each in dis.get_instructions(code)):
+        yield "matmul"
     for constant in code.co_consts:  # nested functions and comprehensions
         if isinstance(constant, CodeType):
             yield from _names_in(constant)

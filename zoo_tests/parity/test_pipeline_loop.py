@@ -232,7 +232,7 @@ def test_a_penalty_on_a_weight_of_two_stages_is_refused() -> None:
 
 
 class _Sent(TorchDispatchMode):
-    """Notes (operation, number of elements) of whatever this rank hands to a process group."""
+    """Notes (operation, number of elements) of values that this rank hands to a process group; shapes are integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,6 +241,7 @@ class _Sent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func.namespace == "c10d":
             tensors = (each for each in tree_leaves(args) if isinstance(each, Tensor))
+            tensors = (each for each in tensors if each.is_floating_point())
             self.seen += [(func.name().removeprefix("c10d::"), each.numel()) for each in tensors]
         return func(*args, **(kwargs or {}))
 

@@ -86,15 +86,15 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
     ),
     # Lightning
     "shares of Lightning not weighed": Edit(
-        f"{_HERE}.lightning.shares",
-        "return None, grad * ctx.weight",
-        "return None, grad",
+        "plugins.hybrid_parallel.loss.replica_losses",
+        "return grad * ctx.weight if ctx",
+        "return grad if ctx",
         (f"{_FITS}[own-loss-dp2]", f"{_FABRIC}::test_what_a_script_uses_around_its_loop[dp2]"),
     ),
     "outputs that a pipeline fetched not weighed": Edit(
-        f"{_HERE}.lightning.shares",
-        "tensor.register_hook(partial(torch.mul, weight))",
-        "tensor.register_hook(partial(torch.mul, 1.0))",
+        "plugins.hybrid_parallel.boosted.user_loop",
+        "grad = self.weight.on_gradient(grad)",
+        "pass",
         (f"{_FITS}[own-loss-dp2pp2]",),
     ),
     "logged means not weighed": Edit(

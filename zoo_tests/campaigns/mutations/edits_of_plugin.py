@@ -293,8 +293,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "a resumed epoch begins one batch early": Edit(
         "plugins.hybrid_parallel.data.dataloader",
-        "if number < self._position:",
-        "if number < self._position - 1:",
+        "if number >= self._to_skip:",
+        "if number >= self._to_skip - 1:",
         (f"{_CHECKPOINTS}::test_the_position_in_an_epoch_is_part_of_the_checkpoint",),
     ),
     "stand-in of an empty share learns": Edit(
