@@ -92,7 +92,7 @@ class DeclaredPlan:
     changes_shapes: bool = False
     calls_forward: bool = False
     optional_layers: str | None = None
-    keeps_whole: Callable[[nn.Module], bool] = lambda module: False  # noqa: E731
+    keeps_whole: Callable[[nn.Module], bool] | None = None
     needs: Mapping[str, Any] = field(default_factory=dict)
     sublayer_lists: tuple[str, ...] = ()
     layer_outputs: int | None = None

@@ -269,8 +269,12 @@ class PlanPolicy(Policy):
         # Expert parallelism distributes full experts, so they must not be sharded again.
         dealt_out = {id(each) for _, each in expert_modules(self.model)} if self.shard_config.shards_experts else ()
         for path, owner in self.model.named_modules():
-            is_whole = self.declared is not None and self.declared.keeps_whole(owner)
-            if is_whole or id(owner) in dealt_out or self._mixes_features(path, owner):
+            keeps_whole = None if self.declared is None else self.declared.keeps_whole
+            if (
+                (keeps_whole is not None and keeps_whole(owner))
+                or id(owner) in dealt_out
+                or self._mixes_features(path, owner)
+            ):
                 continue
             names = [*(name for name, _ in owner.named_children()), *owner._parameters]
             for name in names:
