@@ -66,6 +66,7 @@ def test_all_to_all_trains_like_plain_training(case: Case, tmp_path: Path) -> No
 _RING, _HEADS = {"cp_size": 2}, {"cp_size": 2, "sequence_parallelism_mode": "all_to_all"}
 
 
+@pytest.mark.slow  # and complex numbers, which the simulated device has not
 @distributed(2)
 @pytest.mark.parametrize(
     "options", [_RING, {**_RING, "gradient_checkpointing": "full"}, _HEADS, {"tp_size": 2, **_MODE}]
