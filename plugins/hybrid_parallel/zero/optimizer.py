@@ -108,7 +108,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self._norm: Tensor | None = None
         self.step_was_skipped = self.has_missed_pass = False
         self._awaits_step = False  # whether a pass has left gradients since the last step
-        self._accumulates = False  # the same, and zero_grad has not dropped them
+        self._accumulates = False  # whether a pass of this model is newer than the last step and zero_grad
         self._held_scale = 1.0  # factor that the present gradients are multiplied by
         self._gathers: list[AllGatherHandle] = []
         self.averages: dict[str, Average] = {}
@@ -181,7 +181,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.take_unfrozen()
         self.loss_scale.update()
         self._hold_at(self.loss_scale.value if scale is None else scale)
-        self._awaits_step = self._accumulates = True
+        self._awaits_step = True
+        self._accumulates |= scale is None  # a loss of another model, as of a GAN's generator, is for its optimizer
         self.reducer.accepting = True
         try:
             with self._gathers_of_model.running():
@@ -235,7 +236,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         """Refuse to move a training state between accumulated passes, since gradients are no part of it.
 
         Raises:
-            ConfigurationError: a pass has left gradients since the last `step` and `zero_grad`.
+            ConfigurationError: a pass has left gradients since the last `step` of the model's optimizers.
         """
         if self._accumulates:
             raise ConfigurationError(
@@ -268,7 +269,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.refuse_missed_pass()
         self._groups.refuse_strangers()
         self.num_steps += 1
-        self._accumulates = False
+        for peer in self.peers:
+            peer._accumulates = False
         self.take_gradients()
         result = None
         if not self.step_was_skipped:
