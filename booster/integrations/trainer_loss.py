@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 
+from booster.data.rows import main_input_of, rows_of, unknown_rows
 from booster.integrations.trainer_accelerator import ItemCount, LossInProgress, TrainerAccelerator
 
 
@@ -43,7 +43,7 @@ class TrainerLoss:
         replicas = self.accelerator.num_processes
         if replicas == 1:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        rows = find_batch_size(inputs)
+        rows = _rows_of(inputs, model)
         if num_items_in_batch is None and not self.model.training:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         if isinstance(num_items_in_batch, Tensor):
@@ -54,7 +54,7 @@ class TrainerLoss:
         self.accelerator.losses_by_rows = progress.is_shared and not progress.is_weighted
         if not (progress.is_shared or progress.is_weighted):
             if not getattr(num_items_in_batch, "was_read", False):
-                loss = self._weighted(loss, rows)
+                loss = self._weighted(loss, rows, inputs)
             elif not progress.read_processes:  # a sum over this replica's items, divided by the number of all items
                 loss = loss * replicas
         if progress.nothing is not None and not loss.requires_grad:
@@ -66,11 +66,11 @@ class TrainerLoss:
         """Evaluate a batch; its loss is that of all replicas."""
         if self.accelerator.num_processes == 1:
             return super().prediction_step(model, inputs, *args, **kwargs)
-        rows = find_batch_size(inputs)
+        rows = _rows_of(inputs, model)
         with self.accelerator.computing_loss(LossInProgress(rows)) as progress:
             loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None:
-            loss = loss if progress.is_shared or progress.is_weighted else self._weighted(loss, rows)
+            loss = loss if progress.is_shared or progress.is_weighted else self._weighted(loss, rows, inputs)
             loss = self.accelerator.reduce(loss, "mean")
         return loss, logits, labels
 
@@ -100,11 +100,16 @@ class TrainerLoss:
             return loss
         return self._weighted(loss, progress.rows) / self.accelerator.replicas.size
 
-    def _weighted(self, loss: Tensor, rows: int | None) -> Tensor:
-        """Weight a mean over this replica's samples by its share of the samples: the last batch may be short."""
-        if rows is None:
-            return loss
-        total = int(self.accelerator.reduce(torch.tensor(rows, device=self.args.device)))
+    def _weighted(self, loss: Tensor, rows: int | None, inputs: Any = None) -> Tensor:
+        """Weight a mean over this replica's samples by its share of the samples: the last batch may be short.
+
+        Raises:
+            ConfigurationError: the batch of a replica does not tell its samples; raised on all replicas.
+        """
+        given = torch.tensor([rows or 0, rows is None], device=self.args.device)
+        total, unknown = self.accelerator.reduce(given).tolist()
+        if unknown:
+            raise unknown_rows(inputs)
         weight = rows * self.accelerator.replicas.size / max(total, 1)
         # The mean over no samples is nan.
         return loss * weight if rows else loss.nan_to_num(0.0) * 0.0
@@ -118,6 +123,11 @@ class TrainerLoss:
             progress.is_shared = True
         elif progress.rows == 0 and torch.is_grad_enabled():
             progress.nothing = _nothing_of(outputs)
+
+
+def _rows_of(inputs: Any, model: nn.Module) -> int | None:
+    """Return the number of samples of a Trainer's inputs; None if they do not tell."""
+    return rows_of(inputs if isinstance(inputs, Mapping) else dict(enumerate(inputs)), main_input_of(model))
 
 
 def _nothing_of(outputs: Any) -> Tensor | None:

@@ -6,13 +6,15 @@ each replica counts by its samples. `Booster.backward` puts such weights on grad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from booster.data.rows import main_input_of, rows_of_call, unknown_rows
 from booster.integrations.replicas import Replicas
 
 
@@ -48,26 +50,19 @@ class ReplicaShares:
             self._in_step = False
 
     def weighted(self, value: Tensor) -> Tensor:
-        """Return a value of this replica's batch, such that the mean over replicas counts each sample once."""
+        """Return a value of this replica's batch, such that the mean over replicas counts each sample once.
+
+        Raises:
+            ConfigurationError: the batch of a replica does not tell its samples; raised on all replicas.
+        """
         if not self._in_step or self._weight == 1.0:
             return value
+        if math.isnan(self._weight):
+            raise unknown_rows()
         # The mean over no samples is nan.
         return value * self._weight if self._weight else torch.zeros_like(value)
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        rows = next((tensor.shape[0] for tensor in _tensors([*args, kwargs]) if tensor.dim()), None)
-        if rows is None:
-            return
-        total = int(self.replicas.reduce(torch.tensor(rows)))
-        self._weight = rows * self.replicas.size / total if total else 1.0
-
-
-def _tensors(data: Any) -> Iterator[Tensor]:
-    if isinstance(data, Tensor):
-        yield data
-    elif isinstance(data, Mapping):
-        for each in data.values():
-            yield from _tensors(each)
-    elif isinstance(data, tuple | list):
-        for each in data:
-            yield from _tensors(each)
+        rows = rows_of_call(args, kwargs, main_input_of(module))
+        total, unknown = self.replicas.reduce(torch.tensor([rows or 0, rows is None])).tolist()
+        self._weight = math.nan if unknown else (rows * self.replicas.size / total if total else 1.0)

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from booster.data.rows import unknown_rows
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
+from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS
 from plugins.hybrid_parallel.data.media import check_parts
-from plugins.hybrid_parallel.data.microbatch import num_rows, split_batch, stand_in
+from plugins.hybrid_parallel.data.microbatch import split_batch, stand_in
 from plugins.hybrid_parallel.data.microbatch_count import MANY, agreed_microbatches
 from plugins.hybrid_parallel.data.packed_rows import PackedRow, packed_row
 from shardformer.attention.packed_documents import may_be_packed
@@ -32,11 +34,13 @@ class BatchSplit:
         own: the micro-batches of this replica, with labels; empty if its share of the batch is empty.
         microbatches: the same, and placeholders, because other ranks wait for this one at the experts.
         lengths: tokens of each micro-batch, if they are parts of one row; otherwise None.
+        rows: samples of this replica; 1 if nothing counts them.
     """
 
     own: list[dict[str, Any]]
     microbatches: list[dict[str, Any]]
     lengths: tuple[int, ...] | None
+    rows: int
 
 
 class BatchSplitter:
@@ -70,12 +74,13 @@ class BatchSplitter:
             least: the fewest micro-batches, also of an empty share.
 
         Raises:
-            ConfigurationError: if the first batch must fill the pipeline and does not; raised on all replicas.
+            ConfigurationError: if the first batch must fill the pipeline and does not; raised on all replicas. If the
+                samples of a batch must be counted, and it does not tell how many they are.
         """
+        rows = self._rows(batch)
         if self.model.units is not None:
-            return self._in_units(batch, on_host, trains, least)
-        rows = num_rows(batch)
-        row = None if reads_rows else self._packed_row(on_host)
+            return self._in_units(batch, on_host, trains, least, rows)
+        row = None if reads_rows else self._packed_row(on_host, rows)
         units = rows if row is None else row.num_documents
         if must_fill and not self.model.checked_full_batch:
             is_row = rows == 1 and may_be_packed(batch)  # which may have few documents in any step
@@ -85,27 +90,45 @@ class BatchSplitter:
         tokens = self.model.options.media_tokens
         check_parts(self.model.unwrap(), batch, count)
         cuts = None if row is None or count < 2 else row.cuts(count, self.model.options.hidden_size)
-        own, given = (split_batch(each, count, cuts, tokens) if rows else [] for each in (batch, on_host))
+        own, given = (split_batch(each, count, cuts, tokens, rows) if rows else [] for each in (batch, on_host))
         if self.mesh.size("cp") > 1 or may_be_packed(batch):
             record_facts(own, given)
         lengths = None if cuts is None else tuple(end - start for start, end in itertools.pairwise(cuts))
-        return BatchSplit(own, own or [stand_in(batch, tokens)] * max(count, least), lengths)
+        return BatchSplit(own, own or [stand_in(batch, tokens)] * max(count, least), lengths, rows)
 
-    def _in_units(self, batch: dict[str, Any], on_host: Mapping[str, Any], trains: bool, least: int) -> BatchSplit:
+    def _rows(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of samples of a batch; 1 if it does not tell and need not, because it stays whole."""
+        rows = self.model.options.rows_of(batch)
+        if self.model.units is None and not self._may_be_cut:
+            return 1 if rows is None else rows
+        is_unknown = torch.tensor(rows is None, dtype=torch.int32)  # on the CPU, as it is read at once
+        if self.mesh.size("dp") > 1 and self.model.batches_seen <= FIRST_STEPS:
+            dist.all_reduce(is_unknown, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"))
+        if is_unknown:
+            raise unknown_rows(batch)
+        return rows
+
+    @property
+    def _may_be_cut(self) -> bool:
+        return self.pipeline.microbatches_of(MANY, self.mesh.size("pp")) > 1
+
+    def _in_units(
+        self, batch: dict[str, Any], on_host: Mapping[str, Any], trains: bool, least: int, rows: int
+    ) -> BatchSplit:
         """Split a batch into units of `reproducible=True`; placeholders follow while other replicas have more."""
         units = self.model.units
-        count = units.begin(num_rows(batch), self.model.step_number, self.model.replicas_wait(trains))
+        count = units.begin(rows, self.model.step_number, self.model.replicas_wait(trains))
         tokens = self.model.options.media_tokens
-        own = units.cut(batch, tokens)
+        own = units.cut(batch, rows, tokens)
         check_parts(self.model.unwrap(), batch, len(own))
         if may_be_packed(batch):
-            record_facts(own, units.cut(on_host, tokens))
-        return BatchSplit(own, own + [stand_in(batch, tokens)] * (max(count, least) - len(own)), None)
+            record_facts(own, units.cut(on_host, rows, tokens))
+        return BatchSplit(own, own + [stand_in(batch, tokens, rows)] * (max(count, least) - len(own)), None, rows)
 
-    def _packed_row(self, batch: Mapping[str, Any]) -> PackedRow | None:
+    def _packed_row(self, batch: Mapping[str, Any], rows: int) -> PackedRow | None:
         """Return the documents of a batch of one row that may be cut between them; None if there are none."""
         losses, stages = self.model.losses, self.mesh.size("pp")
-        if self.pipeline.microbatches_of(num_rows(batch) and MANY, stages) < 2:
+        if rows != 1 or not self._may_be_cut:
             return None
         if losses.head_loss is None or not self.model.options.keeps_documents_apart:
             return None

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from booster.data.rows import is_empty, main_input_of, num_rows, rows_of
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.document_borders import has_borders, tokens_of, with_positions
 from plugins.hybrid_parallel.data.media import media_tokens
-from plugins.hybrid_parallel.data.microbatch import num_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.attention import log_once
 from shardformer.attention.packed_documents import (
@@ -43,6 +43,7 @@ class ForwardOptions:
         signature: of the model's forward; if that passes any arguments on, of the model inside; None if none is named.
         reads_documents: whether documents in a row are those of transformers' attention, which are told by positions,
             or by borders for flash-attn; a model of one's own may read them in its own way.
+        main_input: name of the entry of a batch that has a row for each sample, if the model tells.
         media_tokens: of images and sounds; see the function of that name.
     """
 
@@ -59,9 +60,18 @@ class ForwardOptions:
             getattr(getattr(self.inside, "config", None), "_attn_implementation", None) is not None
             and "cu_seq_lens_q" not in parameters
         )
+        self.main_input = main_input_of(self.module) or main_input_of(self.inside)
         self.media_tokens = media_tokens(self.inside)
         exchanges = any(getattr(each, "sequence_exchange", None) is not None for each in self.inside.modules())
         self._cuts_caches = mesh.size("cp") > 1 or exchanges
+
+    def rows_of(self, batch: Mapping[Any, Any]) -> int | None:
+        """Return the number of samples of a batch; None if it does not tell."""
+        return rows_of(batch, self.main_input)
+
+    def is_empty(self, batch: Mapping[Any, Any]) -> bool:
+        """Return whether a batch is a share without samples."""
+        return is_empty(batch, self.main_input)
 
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Bind positional arguments to the names in the model's forward; return them unchanged if it has no names.
@@ -184,10 +194,10 @@ class ForwardOptions:
                 "one and let them see each other; give an attention_mask of ones for that",
             )
         if self._runs_flash and self._takes_more:
-            found |= flash_arguments(given["position_ids"], num_rows(given))
+            found |= flash_arguments(given["position_ids"], num_rows(given, self.main_input))
         if runs_mixers_on_documents(self.inside):
             log_once(name, "runs its token mixers over each document, where transformers carries it into the next one")
-            found[ARGUMENT] = document_lengths(given["position_ids"], num_rows(given))
+            found[ARGUMENT] = document_lengths(given["position_ids"], num_rows(given, self.main_input))
         return found
 
     @property

@@ -27,7 +27,7 @@ from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch, check_batch_of_replica
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts
-from plugins.hybrid_parallel.data.microbatch import num_rows, stand_in, to_device, without_rows
+from plugins.hybrid_parallel.data.microbatch import stand_in, to_device, without_rows
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
 from plugins.hybrid_parallel.distributed.checked_collectives import naming_ranks
@@ -241,10 +241,10 @@ class HybridParallelModel(WholeModelView):
             self.trace.begin([kwargs], [])
             weight = self.user_loop.begin(kwargs, args)
             args, kwargs = off_inputs(args), off_inputs(kwargs)
-        counts = torch.is_grad_enabled() and bool(args or num_rows(kwargs))
+        has_rows = bool(args) or not self.options.is_empty(kwargs)
         guard = failure.guard("model(**batch)", publishes=False)
-        with guard, self.in_forward(kwargs, counts):
-            self.agree_on_media([kwargs if args or num_rows(kwargs) else {}])
+        with guard, self.in_forward(kwargs, torch.is_grad_enabled() and has_rows):
+            self.agree_on_media([kwargs if has_rows else {}])
             self.runtime.begin_microbatch(0)
             if self.losses.lacks_labels(kwargs):
                 outputs = self._forward_without_loss(args, kwargs)
@@ -297,8 +297,7 @@ class HybridParallelModel(WholeModelView):
             RuntimeError: if the layers of the model keep no cache.
             ConfigurationError: for what a pipeline cannot do, or ranks of one that do not ask for the same.
         """
-        has_rows = not args and any(isinstance(value, Tensor) and value.dim() for value in kwargs.values())
-        if has_rows and not num_rows(kwargs):  # a replica without samples of a short batch
+        if not args and self.options.is_empty(kwargs):  # a replica without samples of a short batch
             return without_rows(self.generate(**stand_in(kwargs, self.options.media_tokens)))
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
@@ -379,7 +378,7 @@ class HybridParallelModel(WholeModelView):
     def _forward_without_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.losses.routers_see_parts and self.losses.routers_are_asked(kwargs):
             return forward_with_aux_loss(self, args, kwargs)
-        if args or num_rows(kwargs):
+        if args or not self.options.is_empty(kwargs):
             return self.whole_sequences(self.module(*args, **kwargs))
         # Layers accept no empty batch, and other ranks may wait for this one in them (experts).
         return without_rows(self.whole_sequences(self.module(**stand_in(kwargs, self.options.media_tokens))))
@@ -403,7 +402,7 @@ class HybridParallelModel(WholeModelView):
 
     def _forward_with_own_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a pass with the loss that the model's forward computes."""
-        given = kwargs if args or num_rows(kwargs) else stand_in(kwargs, self.options.media_tokens)
+        given = kwargs if args or not self.options.is_empty(kwargs) else stand_in(kwargs, self.options.media_tokens)
         outputs = self.module(*args, **given)
         if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), Tensor):
             return outputs if given is kwargs else without_rows(outputs)
@@ -413,7 +412,7 @@ class HybridParallelModel(WholeModelView):
 
     def _share_of_loss(self, kwargs: dict[str, Any]) -> tuple[StepLoss, dict[str, Any]]:
         """Return the loss of a global batch and the model's inputs: a stand-in if this rank's share is empty."""
-        if num_rows(kwargs):
+        if not self.options.is_empty(kwargs):
             return self.step_loss([kwargs], None, kwargs), kwargs
         return self.step_loss([], None, kwargs), stand_in(kwargs, self.options.media_tokens)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.output_parts import AUX_LOSS
-from plugins.hybrid_parallel.data.microbatch import num_rows, stand_in, without_rows
+from plugins.hybrid_parallel.data.microbatch import stand_in, without_rows
 from shardformer.loss.routers import ASKED
 
 
@@ -20,7 +20,7 @@ def forward_with_aux_loss(model: Any, args: tuple, inputs: dict[str, Any]) -> An
     Raises:
         ConfigurationError: if the family's auxiliary loss cannot be computed from sums over parts.
     """
-    has_rows = bool(args or num_rows(inputs))
+    has_rows = bool(args) or not model.options.is_empty(inputs)
     balance = model.losses.balance_without_labels([inputs] if has_rows else [])
     if balance is None:
         raise ConfigurationError(

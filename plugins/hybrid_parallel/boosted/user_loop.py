@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from booster import failure
+from booster.data.rows import rows_of_call
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.batch_split import BatchSplit, BatchSplitter
 from plugins.hybrid_parallel.boosted.lazy_outputs import StageOutputs
@@ -34,7 +35,7 @@ from plugins.hybrid_parallel.boosted.output_parts import (
     reason_withheld,
 )
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
-from plugins.hybrid_parallel.data.microbatch import nothing_of, num_rows, without_rows
+from plugins.hybrid_parallel.data.microbatch import nothing_of, without_rows
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import exact_sum
@@ -61,7 +62,7 @@ class UserLoop:
     Attributes:
         pending: calls by number, that the backward pass under way has reached.
         losses: how the losses of replicas are put together.
-        rows: samples of this replica in the last call in training.
+        rows: samples of this replica in the last call in training; 0 if they are not known.
         labels: labels of that call; None if there were none.
     """
 
@@ -76,10 +77,9 @@ class UserLoop:
         self.labels = batch.get("labels")
         if not self.model.optimizers:
             return None
-        given = {**dict(enumerate(args)), **batch}
-        has_rows = any(isinstance(value, Tensor) and value.dim() for value in given.values())
-        self.rows = num_rows(given) if has_rows else 1
-        return self.losses.begin(self.rows, self.model.step_number)
+        rows = rows_of_call(args, batch, self.model.options.main_input)
+        self.rows = rows or 0
+        return self.losses.begin(rows, self.model.step_number)
 
     @failure.guard("model(**batch)")
     def forward(self, batch: dict[str, Any], on_host: Mapping[str, Any]) -> Any:
@@ -148,7 +148,7 @@ class PipelineCall:
         asks_routers = isinstance(loss, NoLoss) and model.losses.routers_are_asked(batch)
         if asks_routers:
             loss.balance = model.losses.balance_without_labels(own)
-        self.rows, self.coupled = num_rows(batch), loss.coupled_outputs
+        self.rows, self.coupled = self.split.rows, loss.coupled_outputs
         # Otherwise a stage would compute the loss of its own layers and tokens.
         not_of_stages = {ASKED: False} if asks_routers else {}
         inputs = [model.inputs_of(microbatch, loss) | not_of_stages for microbatch in microbatches]

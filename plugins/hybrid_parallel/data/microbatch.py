@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import is_dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from booster.data.rows import is_shared, num_rows, sample_dim
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.media import parts_of_media, without_media
 from shardformer.distributed.blocked_collectives import joined_blocks
-
-# Inputs that determine the number of samples of a batch; if none is present, the first tensor does.
-_MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "labels")
 
 # Entries that may have several rows for each sample, those of one sample in a row: the codebooks of Dia's labels, the
 # documents of RAG's contexts.
@@ -52,45 +52,37 @@ def as_batch(value: Any) -> dict[str, Any]:
     )
 
 
-def num_rows(batch: Mapping[str, Any]) -> int:
-    """Return the number of samples in a batch.
-
-    Raises:
-        ConfigurationError: the batch has no tensor.
-    """
-    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
-    if not tensors:
-        raise ConfigurationError(f"the batch has no tensor among {sorted(batch)}; give at least the model's main input")
-    main = next((key for key in _MAIN_INPUTS if key in tensors), next(iter(tensors)))
-    return tensors[main].shape[0]
-
-
 def split_batch(
     batch: Mapping[str, Any],
     num_microbatches: int,
     cuts: Sequence[int] | None = None,
     tokens: Mapping[str, int] = MappingProxyType({}),
+    rows: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Split the samples into parts whose sizes differ by at most one; entries without a sample dim go to every part.
+    """Split the samples into parts whose sizes differ by at most one; what all samples share goes to every part.
+
+    Tuples and mappings are split as what they hold; a list with an item for each sample is split along its items.
 
     Args:
         num_microbatches: number of parts.
         cuts: [parts + 1] token indices at which a batch of one row is cut instead.
         tokens: of images and sounds, see `media_tokens`.
+        rows: samples of the batch, if the caller knows.
 
     Raises:
-        ConfigurationError: the batch lists images or sounds, and not to which samples they belong.
+        ConfigurationError: an entry has neither a row for each sample nor is shared by all, or lists images or sounds
+            and not to which samples they belong.
     """
-    if num_microbatches == 0:
-        return []
+    if num_microbatches < 2:
+        return [dict(batch)] * num_microbatches
     if cuts is not None:
         return [
             {name: _tokens(value, *pair, cuts[-1]) for name, value in batch.items()}
             for pair in itertools.pairwise(cuts)
         ]
-    rows = num_rows(batch)
+    rows = num_rows(batch) if rows is None else rows
     parts: list[dict[str, Any]] = [{} for _ in range(num_microbatches)]
-    media = parts_of_media(batch, rows, num_microbatches, tokens) if num_microbatches > 1 else {}
+    media = parts_of_media(batch, rows, num_microbatches, tokens)
     for key, value in batch.items():
         pieces = _labels_of_masked(batch, num_microbatches) if key == "labels" else media.get(key)
         for part, piece in zip(parts, pieces or _pieces(key, value, rows, num_microbatches), strict=True):
@@ -108,17 +100,86 @@ def _tokens(value: Any, start: int, end: int, length: int) -> Any:
     return value[:, start:end] if has_tokens(value, length) else value
 
 
-def _pieces(key: str, value: Any, rows: int, num_pieces: int) -> Sequence[Any]:
-    """Return an entry's part for each micro-batch."""
-    dim = _sample_dim(key, value, rows)
-    if dim is not None:
-        return value.tensor_split(num_pieces, dim=dim)
-    if isinstance(value, Tensor) and _has_several_rows(key, value, rows):
-        pieces = value.unflatten(0, (rows, -1)).tensor_split(num_pieces)
-        return [piece.flatten(0, 1) for piece in pieces]
-    if isinstance(value, list) and len(value) == rows:
-        return [[value[row] for row in piece.tolist()] for piece in torch.arange(rows).tensor_split(num_pieces)]
+def _pieces(path: str, value: Any, rows: int, num_pieces: int) -> Sequence[Any]:
+    """Return an entry's part for each micro-batch.
+
+    Raises:
+        ConfigurationError: its tensors have neither a row for each sample nor are shared by all.
+    """
+    name = path.rpartition(".")[2]
+    if isinstance(value, Tensor):
+        dim = _sample_dim(name, value, rows)
+        if dim is not None:
+            return value.tensor_split(num_pieces, dim=dim)
+        if _has_several_rows(name, value, rows):
+            pieces = value.unflatten(0, (rows, -1)).tensor_split(num_pieces)
+            return [piece.flatten(0, 1) for piece in pieces]
+        if is_shared(name, value) or len(value) == 1:
+            return [value] * num_pieces
+        raise _uncut(path, f"has {len(value)} rows", rows)
+    if _is_list_of_samples(name, value, rows):
+        ends = torch.arange(rows).tensor_split(num_pieces)
+        return [_like(value, [value[row] for row in piece.tolist()]) for piece in ends]
+    inner = inner_values(value)
+    if inner and _holds_tensors(value):
+        parts = [_pieces(f"{path}{mark}", each, rows, num_pieces) for mark, each in inner.items()]
+        return [_like(value, list(each)) for each in zip(*parts, strict=True)]
+    if not inner and _holds_tensors(value):
+        raise _uncut(path, f"is a {type(value).__name__}", rows)
     return [value] * num_pieces
+
+
+def _uncut(path: str, what: str, rows: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"{path} of the batch {what}, and the batch {rows} samples, so that micro-batches cannot take their parts of "
+        "it; give it a row for each sample, or [1, ...] if all share it, or use num_microbatches=1"
+    )
+
+
+def inner_values(value: Any) -> dict[str, Any]:
+    """Return what a mapping, tuple or list holds: how it is reached -> value; of anything else nothing."""
+    if isinstance(value, Mapping):
+        return {f".{name}": each for name, each in value.items()}
+    return {f"[{index}]": each for index, each in enumerate(value)} if isinstance(value, tuple | list) else {}
+
+
+def _like(value: Any, inner: list[Any]) -> Any:
+    """Return a mapping, tuple or list of the kind of `value` with other inner values, in the same order."""
+    if isinstance(value, Mapping):
+        made = dict(zip(value, inner, strict=True))
+        if is_dataclass(value):
+            return type(value)(**made)
+        copied = copy(value) if isinstance(value, MutableMapping) else {}
+        copied.update(made)
+        return copied
+    return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
+
+
+def _holds_tensors(value: Any, depth: int = 4) -> bool:
+    """Return whether there are tensors in a value, or in attributes of an object, as those of a cache."""
+    if isinstance(value, Tensor):
+        return True
+    inner = inner_values(value) or ({} if callable(value) else getattr(value, "__dict__", {}))
+    return depth > 0 and any(_holds_tensors(each, depth - 1) for each in inner.values())
+
+
+def _is_list_of_samples(name: str, value: Any, rows: int) -> bool:
+    """Return whether a value lists something of each sample, as the targets of a detector.
+
+    A tuple may also be one of tensors of all samples each.
+    """
+    if not isinstance(value, list | tuple) or len(value) != rows or hasattr(value, "_fields"):
+        return False
+    return isinstance(value, list) or (_holds_tensors(value) and not _has_samples(name, value, rows))
+
+
+def _has_samples(name: str, value: Any, rows: int) -> bool:
+    """Return whether all tensors in a value have a row for each sample, or are shared; mappings are of one sample."""
+    if isinstance(value, Tensor):
+        return _sample_dim(name, value, rows) is not None or is_shared(name, value)
+    return not isinstance(value, Mapping) and all(
+        _has_samples(name, each, rows) for each in inner_values(value).values()
+    )
 
 
 def _labels_of_masked(batch: Mapping[str, Any], num_pieces: int) -> list[Tensor] | None:
@@ -130,12 +191,11 @@ def _labels_of_masked(batch: Mapping[str, Any], num_pieces: int) -> list[Tensor]
     return list(labels.split(counts)) if sum(counts) == len(labels) else None
 
 
-def _sample_dim(key: str, value: Any, rows: int) -> int | None:
-    """Return the sample dim of an entry; None if all samples share the entry."""
+def _sample_dim(name: str, value: Any, rows: int) -> int | None:
+    """Return the sample dim of an entry; None if it has none."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return None
-    # Multimodal rotary positions are [time/height/width, batch, seq].
-    dim = 1 if key == "position_ids" and value.dim() == 3 else 0
+    dim = sample_dim(name, value)
     return dim if value.shape[dim] == rows else None
 
 
@@ -143,21 +203,27 @@ def _has_several_rows(key: str, value: Tensor, rows: int) -> bool:
     return key in _SEVERAL_ROWS and value.dim() > 1 and rows > 0 and value.shape[0] % rows == 0
 
 
-def stand_in(batch: Mapping[str, Any], tokens: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
+def stand_in(
+    batch: Mapping[str, Any], tokens: Mapping[str, int] = MappingProxyType({}), rows: int = 0
+) -> dict[str, Any]:
     """Return a placeholder sample for an empty share: zeros, masks that hide nothing, and positions from 0 on.
 
     Args:
-        batch: the share.
+        batch: the share, or another part of the batch.
         tokens: of images and sounds, which the sample has none of; see `media_tokens`.
+        rows: samples of `batch`.
     """
-    rows = num_rows(batch)
 
     def sample(name: str, value: Any) -> Any:
         if isinstance(value, list) and len(value) == rows:  # entries of single samples, as the targets of a detector
             return []
+        if not isinstance(value, Tensor):
+            inner = inner_values(value)
+            is_list = isinstance(value, list)
+            return value if is_list or not inner else _like(value, [sample(key[1:], inner[key]) for key in inner])
         dim = _sample_dim(name, value, rows)
         if dim is None:
-            is_flat = isinstance(value, Tensor) and _has_several_rows(name, value, rows)
+            is_flat = _has_several_rows(name, value, rows)
             return value.new_zeros(len(value) // rows, *value.shape[1:]) if is_flat else value
         if name == "position_ids" and value.dim() > 1:  # zeros would be a document for each token
             length = value.shape[-1]
@@ -188,7 +254,13 @@ def nothing_of(outputs: Any) -> Tensor:
 
 def signature(batch: Mapping[str, Any]) -> tuple:
     """Return what determines the shapes of a stage's activations; neighbouring stages compute the same."""
-    return tuple((key, tuple(value.shape) if isinstance(value, Tensor) else None) for key, value in batch.items())
+
+    def shapes(value: Any) -> tuple | None:
+        if isinstance(value, Tensor):
+            return tuple(value.shape)
+        return tuple(map(shapes, inner_values(value).values())) or None
+
+    return tuple((key, shapes(value)) for key, value in batch.items())
 
 
 def to_device(
@@ -196,15 +268,16 @@ def to_device(
 ) -> dict[str, Any]:
     """Move tensors to `device`; cast floating-point ones to `dtype`, if given, except those named in `uncast`.
 
-    A list with a mapping for each sample, as the targets of a detector, is moved and cast too.
+    Those in tuples, lists and mappings are moved and cast too.
     """
 
     def move(key: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [to_device(item, device, dtype, uncast) if isinstance(item, Mapping) else item for item in value]
-        if not isinstance(value, Tensor):
+        if isinstance(value, Tensor):
+            casts = value.is_floating_point() and key not in uncast
+            return value.to(device, dtype if casts else None, non_blocking=True)
+        if not _holds_tensors(value) or not (inner := inner_values(value)):
             return value
-        casts = value.is_floating_point() and key not in uncast
-        return value.to(device, dtype if casts else None, non_blocking=True)
+        names = value if isinstance(value, Mapping) else [key] * len(inner)
+        return _like(value, [move(name, each) for name, each in zip(names, inner.values(), strict=True)])
 
     return {key: move(key, value) for key, value in batch.items()}

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from booster.data.balance import ATTENTION_LENGTH, attention_length_of, cost_of, cuts_of
-from plugins.hybrid_parallel.data.microbatch import has_tokens, num_rows
+from plugins.hybrid_parallel.data.microbatch import has_tokens
 from shardformer.attention.packed_documents import asks_for_cache, document_starts, may_be_packed
 from shardformer.loss.terms import IGNORE_INDEX, SHIFTED, HeadLoss
 
@@ -54,7 +54,7 @@ def packed_row(batch: Mapping[str, Any], head_loss: HeadLoss, has_labels: bool =
         head_loss: the loss of the model's head.
         has_labels: whether it computes the loss of the batch.
     """
-    if num_rows(batch) != 1 or not may_be_packed(batch) or asks_for_cache(batch) or not head_loss.per_token:
+    if not may_be_packed(batch) or asks_for_cache(batch) or not head_loss.per_token:
         return None
     positions = batch["position_ids"]
     tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]

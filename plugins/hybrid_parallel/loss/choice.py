@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from booster.data.rows import main_input_of
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
@@ -44,6 +45,7 @@ class LossChoice:
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, adds_exactly: bool = False) -> None:
         self.model, self.mesh, self.adds_exactly = model_inside(model), mesh, adds_exactly
+        self.main_input = main_input_of(model) or main_input_of(self.model)
         self.head_loss = behind_prompts(model, head_loss_of(self.model))
 
     @property
@@ -75,14 +77,14 @@ class LossChoice:
         self, microbatches: Microbatches, criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
     ) -> StepLoss:
         if criterion is not None:
-            return CriterionStepLoss(microbatches, self.mesh, criterion)
+            return CriterionStepLoss(microbatches, self.mesh, criterion, self.main_input)
         if self.lacks_labels(batch):
             return NoLoss(microbatches, self.mesh)
         reason = self.own_reason(batch)
         adds_routers = routers_are_asked(self.model, batch)
         are_spread = adds_routers and self._routers_are_spread(microbatches, is_known=reason is None)
         if reason is not None:
-            return ModelStepLoss(microbatches, self.mesh, batch, reason)
+            return ModelStepLoss(microbatches, self.mesh, batch, reason, self.main_input)
         loss = HeadStepLoss(microbatches, self.mesh, self.head_loss, batch, self.axis, adds_routers and not are_spread)
         if are_spread:
             loss.balance = self._router_balance(microbatches)

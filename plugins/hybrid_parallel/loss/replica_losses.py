@@ -12,6 +12,7 @@ count of the first call divides each sum, and `Counts.factor` corrects the reduc
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from booster.data.rows import unknown_rows
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 
@@ -60,14 +62,26 @@ class ReplicaLosses:
         finally:
             self.kind = before
 
-    def begin(self, rows: int, step: int) -> RowWeight | None:
+    def begin(self, rows: int | None, step: int) -> RowWeight | None:
         """Exchange the rows of a batch that the model is called with; None if there is one replica.
 
         Args:
-            rows: samples of this replica's share.
+            rows: samples of this replica's share; None if they are not known.
             step: number of the optimizer's step.
         """
         return RowWeight(self, rows, step) if self.mesh.size("dp") > 1 else None
+
+    def weigh(self, gradient: Tensor, weight: float) -> Tensor:
+        """Return a multiple of the gradient of a mean over rows, and of other losses the gradient as it is.
+
+        Raises:
+            ConfigurationError: the weight of a mean is nan, because the rows of a replica are not known.
+        """
+        if self.kind is not LossKind.MEAN_OF_ROWS:
+            return gradient
+        if math.isnan(weight):
+            raise unknown_rows()
+        return gradient * weight
 
 
 class RowWeight:
@@ -77,35 +91,38 @@ class RowWeight:
 
     Args:
         losses: tells what the loss is, when gradients arrive.
-        rows: samples of this replica's share.
+        rows: samples of this replica's share; None if they are not known.
         step: number of the optimizer's step, which replicas that have called the model equally often share.
     """
 
-    def __init__(self, losses: ReplicaLosses, rows: int, step: int) -> None:
-        self.losses, self._mine = losses, (rows, step)
-        self._sums = torch.tensor([rows, step])  # on the CPU: reading the result must not wait for the device
+    def __init__(self, losses: ReplicaLosses, rows: int | None, step: int) -> None:
+        self.losses, self._mine = losses, (rows or 0, step)
+        # On the CPU: reading the result must not wait for the device.
+        self._sums = torch.tensor([rows or 0, step, rows is None])
         self._work = dist.all_reduce(self._sums, group=losses.mesh.group("dp"), async_op=True)
 
     def wait(self) -> float:
-        """Return the weight.
+        """Return the weight; nan if a replica does not know its rows.
 
         Raises:
             ConfigurationError: if another replica is at another step.
         """
         self._work.wait()
         (rows, step), replicas = self._mine, self.losses.mesh.size("dp")
-        total, steps = self._sums.tolist()
+        total, steps, unknown = self._sums.tolist()
         if steps != replicas * step:
             raise ConfigurationError(
                 f"a replica calls model(**batch) after {step} steps of the optimizer, and another one after "
                 "another number; all replicas call the model equally often, or under torch.no_grad()"
             )
+        if unknown:
+            return math.nan
         return rows * replicas / total if total else 1.0
 
     def on_gradient(self, gradient: Tensor) -> Tensor:
         """Return the gradient that an output gets of this replica's loss as the gradient of its share of the loss."""
         weight = self.wait()
-        return gradient if weight == 1.0 or self.losses.kind is not LossKind.MEAN_OF_ROWS else gradient * weight
+        return gradient if weight == 1.0 else self.losses.weigh(gradient, weight)
 
     def on_outputs(self, outputs: Any) -> Any:
         """Return outputs with the weight on their gradients; the loss of all replicas among them needs none."""
@@ -209,7 +226,7 @@ class _Weighed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Return the multiple."""
-        return grad * ctx.weight if ctx.losses.kind is LossKind.MEAN_OF_ROWS else grad, None, None
+        return ctx.losses.weigh(grad, ctx.weight), None, None
 
 
 def _weighed(data: Any, weight: float, losses: ReplicaLosses) -> Any:

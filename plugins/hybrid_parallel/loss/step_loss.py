@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from booster.data.rows import rows_of, unknown_rows
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.microbatch import num_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import count_factor, exact_sum, per_copy, share_of_mean, share_of_sum
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
@@ -99,10 +99,10 @@ class StepLoss:
             dist.all_reduce(value, group=self.mesh.group("dp"))
         return value
 
-    def _rows_over_data(self) -> Tensor:
-        """Return the number of samples of the global batch (0-d, float64)."""
-        rows = sum(num_rows(microbatch) for microbatch in self.microbatches)
-        return self._sum_over_data(torch.full((), float(rows), dtype=torch.float64, device=self.mesh.device))
+    @property
+    def _is_whole(self) -> bool:
+        """Whether one micro-batch is the global batch, whose samples nobody must count."""
+        return len(self.microbatches) == 1 and self.mesh.size("dp") == 1
 
     def _least_over_data(self, *values: float) -> list[float]:
         """Return the minimum of each value over the data-parallel ranks."""
@@ -205,18 +205,40 @@ class CriterionStepLoss(StepLoss):
     Args:
         criterion: (outputs, batch) -> mean, or (sum, count). Its attributes `reads_parallel_logits` and `own_entries`
             may say what it reads.
+        main_input: name of the entry that has a row for each sample, if the model tells.
     """
 
     def __init__(
-        self, microbatches: Microbatches, mesh: HybridMesh, criterion: Callable[[Any, Mapping[str, Any]], Any]
+        self,
+        microbatches: Microbatches,
+        mesh: HybridMesh,
+        criterion: Callable[[Any, Mapping[str, Any]], Any],
+        main_input: str | None = None,
     ) -> None:
         super().__init__(microbatches, mesh)
         self.criterion = criterion
         self.reads_parallel_logits = getattr(criterion, "reads_parallel_logits", False)
         self.own_entries = getattr(criterion, "own_entries", ())
-        self.global_rows = self._rows_over_data()
+        # A criterion that counts by itself needs no rows: where they are not known, any number will do.
+        rows = [rows_of(microbatch, main_input) for microbatch in microbatches]
+        self.rows, is_unknown = [1 if each is None else each for each in rows], None in rows and not self._is_whole
+        # On the CPU, while the first forward pass runs: reading the result must not wait for the device.
+        self._sums, self._work = torch.tensor([sum(self.rows), is_unknown]), None
+        if mesh.size("dp") > 1:
+            self._work = dist.all_reduce(self._sums, group=mesh.group("dp"), async_op=True)
         self.count = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.counts_itself = torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+    @cached_property
+    def global_rows(self) -> Tensor:
+        """The number of samples of the global batch (0-d, float64)."""
+        return torch.full((), float(self._rows_of_all()[0]), dtype=torch.float64, device=self.mesh.device)
+
+    def _rows_of_all(self) -> list[int]:
+        """Return the number of samples of all replicas, and how many of these do not know their own."""
+        if self._work is not None:
+            self._work.wait()
+        return self._sums.tolist()
 
     def _share(self, outputs: Any, index: int) -> Tensor:
         microbatch = self.microbatches[index]
@@ -225,8 +247,10 @@ class CriterionStepLoss(StepLoss):
             value, count = value
             self.count += per_copy(count.detach() if isinstance(count, Tensor) else count, self.copies)
             self.counts_itself.fill_(1.0)
+        elif self._rows_of_all()[1]:
+            raise unknown_rows(microbatch)
         else:
-            value = value * num_rows(microbatch)
+            value = value * self.rows[index]
         if not isinstance(value, Tensor) or value.dim() != 0:
             raise ConfigurationError(
                 f"criterion returned {_describe(value)}; return a 0-d tensor (a mean over samples) or (sum, count)"
@@ -254,14 +278,24 @@ class ModelStepLoss(StepLoss):
     Args:
         batch: the batch that the micro-batches are parts of.
         reason: why the model computes it, for error messages.
+        main_input: name of the entry that has a row for each sample, if the model tells.
     """
 
-    def __init__(self, microbatches: Microbatches, mesh: HybridMesh, batch: Mapping[str, Any], reason: str) -> None:
+    def __init__(
+        self,
+        microbatches: Microbatches,
+        mesh: HybridMesh,
+        batch: Mapping[str, Any],
+        reason: str,
+        main_input: str | None = None,
+    ) -> None:
         super().__init__(microbatches, mesh)
         self.reason = reason
-        self.global_rows = self._rows_over_data()
+        self.rows = [1] if self._is_whole else [rows_of(each, main_input) for each in microbatches]
         if len(microbatches) > 1 or mesh.size("dp") > 1:
             self._check_parts(batch)
+        rows = torch.full((), float(sum(self.rows)), dtype=torch.float64, device=mesh.device)
+        self.global_rows = self._sum_over_data(rows)
 
     def _check_parts(self, batch: Mapping[str, Any]) -> None:
         if batch.get(DIVISOR) is not None:
@@ -271,7 +305,11 @@ class ModelStepLoss(StepLoss):
         labels = [_labels_of(microbatch) for microbatch in self.microbatches]
         rates = [(each != IGNORE_INDEX).sum(dtype=torch.float64) / len(each) for each in labels if each is not None]
         ratios = torch.stack(rates).tolist() if rates else []  # the host waits for the device once
-        least, most = self._least_over_data(min(ratios, default=float("inf")), -max(ratios, default=-float("inf")))
+        least, most, all_known = self._least_over_data(
+            min(ratios, default=float("inf")), -max(ratios, default=-float("inf")), None not in self.rows
+        )
+        if not all_known:
+            raise unknown_rows(batch)
         if least < -most:
             raise self._refusal(f"they have {least:g} to {-most:g} labels a sample")
 
@@ -288,7 +326,7 @@ class ModelStepLoss(StepLoss):
         loss = outputs if is_loss else loss
         if loss is None:
             raise ConfigurationError("the model returned no loss; give labels in the batch or a criterion")
-        return share_of_mean(loss, num_rows(self.microbatches[index]), self.global_rows)
+        return share_of_mean(loss, self.rows[index], self.global_rows)
 
 
 def _labels_of(batch: Mapping[str, Any]) -> Tensor | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.microbatch import num_rows, split_batch
+from plugins.hybrid_parallel.data.microbatch import split_batch
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.reproducible.unit_stream import UnitStream
 
@@ -57,15 +57,15 @@ class Units:
         self.stream.begin_pass(step, sum(units[:rank]), sum(units))
         return max(units) if replicas_wait else units[rank]
 
-    def cut(self, batch: Mapping[str, Any], tokens: Mapping[str, int]) -> list[dict[str, Any]]:
+    def cut(self, batch: Mapping[str, Any], rows: int, tokens: Mapping[str, int]) -> list[dict[str, Any]]:
         """Return the units of a batch, in memory of their own: how a kernel rounds may depend on where it begins.
 
         Args:
             batch: its samples are whole units.
+            rows: number of its samples.
             tokens: of images and sounds, see `media_tokens`.
         """
-        rows = num_rows(batch)
-        units = split_batch(batch, rows // self.size, tokens=tokens) if rows else []
+        units = split_batch(batch, rows // self.size, tokens=tokens, rows=rows) if rows else []
         return [{name: _copied(value) for name, value in unit.items()} for unit in units]
 
     def _rows_of_replicas(self, rows: int) -> Sequence[int]:

@@ -155,7 +155,9 @@ def train_on_rank(trial: VerifyCase) -> Trace:
     if trial.draws_alike:  # in the pass, which has a generator of the model's own
         model.runtime.register_microbatch_hook(lambda _: _seed(trial, len(trace.steps)))
     for batch in batches:
-        share = split_batch(batch, plugin.dp_size, tokens=model.options.media_tokens)[plugin.dp_rank]
+        share = split_batch(
+            batch, plugin.dp_size, tokens=model.options.media_tokens, rows=model.options.rows_of(batch)
+        )[plugin.dp_rank]
         loss = booster.execute_pipeline(iter([share]), model, trial.criterion, optimizer).loss.item()
         gradients = _arrays(optimizer.full_gradients())
         optimizer.step()
