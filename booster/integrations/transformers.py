@@ -127,6 +127,8 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return this rank's part of the operations of a batch: Trainer adds up those of all ranks."""
+        if not hasattr(self.model.module, "num_parameters"):  # of a module that is no model of transformers
+            return 0.0
         return super().floating_point_ops(inputs) * self.accelerator.num_processes / self.args.world_size
 
     def get_total_train_batch_size(self, args: Any) -> int:

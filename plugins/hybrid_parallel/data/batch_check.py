@@ -16,6 +16,7 @@ from torch import Tensor
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.data.media import is_media
+from plugins.hybrid_parallel.data.microbatch import inner_values
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
@@ -154,13 +155,13 @@ class ReplicaCheck:
 
 
 def _entry(value: Any) -> list[Any]:
-    """Return the type or dtype, the shape and a checksum of a value; also of a list with a mapping for each sample."""
-    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        items = [sorted((key, _entry(part)) for key, part in item.items()) for item in value]
-        return ["list", [len(value)], checksum_of(items)]
-    if not isinstance(value, Tensor):
+    """Return the type or dtype, the shape and a checksum of a value; also of what mappings, tuples and lists hold."""
+    if isinstance(value, Tensor):
+        return [str(value.dtype).removeprefix("torch."), list(value.shape), checksum(value)]
+    inner = inner_values(value)
+    if not inner:
         return [type(value).__name__, [], checksum_of(value)]
-    return [str(value.dtype).removeprefix("torch."), list(value.shape), checksum(value)]
+    return [type(value).__name__, [len(inner)], checksum_of(sorted((key, _entry(each)) for key, each in inner.items()))]
 
 
 def _first_difference(found: list[list[Any]]) -> str:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.agreement import check_same_data, check_shareable, is_shared_out
+from plugins.hybrid_parallel.data.microbatch import without_rows
 from plugins.hybrid_parallel.data.order_objects import OrderObjects
 from plugins.hybrid_parallel.data.random_draws import ReplicaCollate
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
@@ -30,7 +31,6 @@ from plugins.hybrid_parallel.data.shares import (
     CollateShare,
     DataParallelBatchSampler,
     DataParallelIterable,
-    without_rows,
 )
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group

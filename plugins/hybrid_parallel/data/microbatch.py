@@ -233,13 +233,12 @@ def stand_in(
     return {name: sample(name, value) for name, value in without_media(batch, tokens).items()}
 
 
-def without_rows(outputs: Any) -> Any:
-    """Remove the placeholder sample from `outputs`."""
-    if isinstance(outputs, Tensor):
-        return outputs[:0] if outputs.dim() else outputs
-    if isinstance(outputs, Mapping):
-        return type(outputs)(**{key: without_rows(value) for key, value in outputs.items()})
-    return tuple(map(without_rows, outputs)) if isinstance(outputs, tuple) else outputs
+def without_rows(nested: Any) -> Any:
+    """Return a batch, or outputs, with no samples in the tensors."""
+    if isinstance(nested, Tensor):
+        return nested[:0] if nested.dim() else nested
+    inner = inner_values(nested)
+    return _like(nested, [without_rows(each) for each in inner.values()]) if inner else nested
 
 
 def nothing_of(outputs: Any) -> Tensor:

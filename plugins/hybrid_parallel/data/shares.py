@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
+from plugins.hybrid_parallel.data.microbatch import without_rows
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
 
 
@@ -168,14 +168,3 @@ class CollateShare:
 def even_share(samples: list[Any], rank: int, world_size: int) -> list[Any]:
     """Return this rank's part of `samples`; the sizes of the parts differ by at most one."""
     return samples[len(samples) * rank // world_size : len(samples) * (rank + 1) // world_size]
-
-
-def without_rows(batch: Any) -> Any:
-    """Return the batch with zero samples in its tensors."""
-    if isinstance(batch, Tensor):
-        return batch[:0]
-    if hasattr(batch, "items"):
-        return {key: without_rows(value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [without_rows(value) for value in batch]
-    return batch

@@ -101,7 +101,7 @@ class StepLoss:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether one micro-batch is the global batch, whose samples nobody must count."""
+        """Whether one micro-batch is the global batch, whose samples need no count."""
         return len(self.microbatches) == 1 and self.mesh.size("dp") == 1
 
     def _least_over_data(self, *values: float) -> list[float]:

@@ -7,8 +7,10 @@ What breaks here first: tensors without a sample dim, and parts of unequal size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import PreTrainedConfig
-from transformers.modeling_outputs import SequenceClassifierOutput
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
+from booster.data.rows import is_empty, num_rows, rows_of
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.media import check_parts
-from plugins.hybrid_parallel.data.microbatch import as_batch, num_rows, signature, split_batch, stand_in, to_device
+from plugins.hybrid_parallel.data.microbatch import as_batch, signature, split_batch, stand_in, to_device, without_rows
 from plugins.hybrid_parallel.data.packed_rows import packed_row
 from plugins.hybrid_parallel.pipeline.outputs import merge_outputs
 from shardformer.loss.terms import HeadLoss, LossTerm
@@ -45,11 +49,13 @@ def test_parts_differ_by_one_at_most_and_join_to_the_batch(rows: int, parts: int
 
 def test_what_has_no_sample_dim_goes_to_every_part() -> None:
     position_ids = torch.arange(7)[None]
-    scale = torch.tensor(2.0)
+    scale, size = torch.tensor(2.0), (1, 2, 3, 4)
     batch = {"input_ids": torch.zeros(4, 7), "position_ids": position_ids, "scale": scale, "output_attentions": False}
+    batch |= {"size": size, "causal_mask": torch.ones(7, 7)}
     for microbatch in split_batch(batch, 2):
         assert microbatch["position_ids"] is position_ids and microbatch["scale"] is scale
-        assert microbatch["output_attentions"] is False
+        assert microbatch["output_attentions"] is False and microbatch["size"] is size
+        assert microbatch["causal_mask"] is batch["causal_mask"]
         assert num_rows(microbatch) == 2
 
 
@@ -63,28 +69,104 @@ def test_samples_are_cut_where_they_lie() -> None:
 
 def test_several_rows_of_a_sample_stay_together() -> None:
     labels = torch.arange(24).view(6, 4)  # two codebooks of each of three samples
-    parts = split_batch({"input_ids": torch.zeros(3, 5), "labels": labels, "pixel_values": labels}, 2)
+    parts = split_batch({"input_ids": torch.zeros(3, 5), "labels": labels}, 2)
     assert [part["labels"].tolist() for part in parts] == [labels[:4].tolist(), labels[4:].tolist()]
-    assert all(part["pixel_values"] is labels for part in parts), "patches of all images together"
-    flat = split_batch({"input_ids": torch.zeros(3, 5), "labels": labels.flatten()}, 2)
-    assert len(flat[0]["labels"]) == 24
 
 
 def test_a_list_of_masked_patches_is_cut_with_their_rows() -> None:
     masked = torch.tensor([[1, 1, 1], [0, 0, 0], [0, 1, 0], [1, 0, 0]])
     batch = {"pixel_values": torch.zeros(4, 2), "bool_masked_pos": masked, "labels": torch.arange(5)}
-    assert [part["labels"].tolist() for part in split_batch(batch, 3)] == [[0, 1, 2], [3], [4]]
+    assert [part["labels"].tolist() for part in split_batch(batch, 3, rows=4)] == [[0, 1, 2], [3], [4]]
 
 
 def test_an_empty_share_has_no_micro_batches() -> None:
     assert split_batch({"input_ids": torch.zeros(0, 3)}, 0) == []
 
 
-def test_rows_are_those_of_the_main_input() -> None:
-    assert num_rows({"position_ids": torch.zeros(1, 5), "input_ids": torch.zeros(3, 5)}) == 3
-    assert num_rows({"anything": torch.zeros(2, 5)}) == 2
-    with pytest.raises(ConfigurationError, match="the batch has no tensor among"):
-        num_rows({"flag": True})
+_NODES = {"nodes": torch.zeros(9, 5), "graph": torch.zeros(9)}  # of four graphs
+
+
+@pytest.mark.parametrize(
+    ("batch", "main", "expected"),
+    [
+        ({"position_ids": torch.zeros(1, 5), "input_ids": torch.zeros(3, 5)}, None, 3),
+        ({"pixel_values": torch.zeros(9, 5), "input_ids": torch.zeros(3, 5)}, "input_ids", 3),
+        ({"name": "a", "size": 7, "anything": torch.zeros(2, 5)}, None, 2),
+        ({**_NODES, "x": torch.zeros(4, 5)}, "x", 4),
+        ({**_NODES, "labels": torch.zeros(4, 5)}, None, 4),
+        ({**_NODES, "x": torch.zeros(4, 5)}, None, None),
+        ({"crops": torch.zeros(3, 5), "x": torch.zeros(1, 5)}, None, None),
+        ({"x": torch.zeros(4, 5), "mask": torch.zeros(1, 5), "causal_mask": torch.zeros(5, 5)}, None, 4),
+        ({"x": torch.zeros(2, 7), "position_ids": torch.zeros(3, 2, 7)}, None, 2),
+        ({"x": torch.zeros(0, 5), "boxes": torch.zeros(0, 4)}, None, 0),
+        ({"boxes": torch.zeros(0, 4), "x": torch.zeros(4, 5), "y": torch.zeros(4)}, "x", 4),
+        ({"encoder_outputs": (torch.zeros(4, 5),), "decoder_input_ids": torch.zeros(4, 3)}, "input_ids", 4),
+        ({"inputs": {"x": torch.zeros(4, 5)}}, None, 4),
+        ({"images": [torch.zeros(3, 5, 5)] * 2, "targets": [{"boxes": torch.zeros(4, 4)}] * 2}, None, 2),
+        ({"images": (torch.zeros(3, 5, 5),) * 2}, None, None),  # two images, or three samples of two tensors
+        ({"flag": True}, None, None),
+    ],
+)
+def test_rows_are_those_of_samples_and_not_of_their_parts(
+    batch: dict[str, Any], main: str | None, expected: int | None
+) -> None:
+    assert rows_of(batch, main) == expected
+    if expected is None:
+        with pytest.raises(ConfigurationError, match="different numbers of rows .*main_input_name|has no tensor among"):
+            num_rows(batch, main)
+
+
+class _Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor | None
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        lambda x: (x,),
+        lambda x: [x],
+        lambda x: ((x, x), (x, x)),
+        lambda x: {"x": x, "scale": 2.0, "mask": torch.ones(1, 2)},
+        lambda x: defaultdict(list, x=x),
+        lambda x: BaseModelOutput(last_hidden_state=x, hidden_states=(x, x)),
+        lambda x: _Pair(x, None),
+        lambda x: [{"boxes": each[None]} for each in x],
+        lambda x: tuple({"boxes": each.repeat(index + 1, 1)} for index, each in enumerate(x)),
+    ],
+)
+def test_nested_entries_are_split_moved_and_told_apart(nested: Callable[[torch.Tensor], Any]) -> None:
+    """Of three samples; a part is what the nested entry of the part's samples alone would be."""
+    x = torch.arange(6.0).view(3, 2)
+    batch = {"input_ids": torch.zeros(3, 5), "nested": nested(x)}
+    parts = split_batch(batch, 2)
+    whole = tuple(nested(x)) if isinstance(nested(x), tuple) and isinstance(nested(x)[0], dict) else None
+    expected = [whole[:2], whole[2:]] if whole else [nested(x[:2]), nested(x[2:])]
+    for part, wanted in zip(parts, expected, strict=True):
+        torch.testing.assert_close(part["nested"], wanted)
+        assert type(part["nested"]) is type(nested(x))
+    assert signature(parts[0]) != signature(parts[1])
+    moved = to_device(batch, torch.device("cpu"), torch.bfloat16)["nested"]
+    assert {each.dtype for each in tree_leaves(moved) if isinstance(each, torch.Tensor)} == {torch.bfloat16}
+    assert is_empty(without_rows(batch)) and len(stand_in(without_rows(batch))["input_ids"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "what"),
+    [
+        (torch.zeros(9, 5), "entry of the batch has 9 rows, and the batch 4 samples"),
+        (torch.zeros(9), "has 9 rows"),
+        ((torch.zeros(4, 5), torch.zeros(9, 5)), r"entry\[1\] of the batch has 9 rows"),
+        ({"x": torch.zeros(2, 5)}, r"entry\.x of the batch has 2 rows"),
+        ([torch.zeros(3, 5, 5)] * 3, r"entry\[0\] of the batch has 3 rows"),
+        (DynamicCache([(torch.zeros(4, 1, 2, 3), torch.zeros(4, 1, 2, 3))]), "entry of the batch is a DynamicCache"),
+    ],
+)
+def test_entries_of_parts_are_not_cut_in_the_middle(entry: Any, what: str) -> None:
+    batch = {"input_ids": torch.zeros(4, 5), "entry": entry}
+    assert split_batch(batch, 1)[0]["entry"] is entry
+    with pytest.raises(ConfigurationError, match=f"{what}.*num_microbatches=1"):
+        split_batch(batch, 2)
 
 
 def test_a_batch_is_a_mapping() -> None:

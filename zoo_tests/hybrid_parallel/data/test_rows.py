@@ -1,0 +1,94 @@
+"""Batches whose entries list parts of samples, or nest tensors, on ranks: plain numbers, or one sentence on all ranks.
+
+What breaks here first: a replica whose entries agree by chance. Look in `booster/data/rows.py` and at who asks for rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from booster import Booster
+from booster.errors import ConfigurationError
+from booster.integrations.lightning.shares import ReplicaShares
+from booster.integrations.replicas import Replicas
+from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.harness.ranks import run_on_ranks
+
+_NODES = (1, 1, 4, 3)  # of each graph: on the first replica as many as graphs, by chance
+
+
+class _Graphs(nn.Module):
+    def __init__(self, main: str | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.score = nn.Linear(6, 5), nn.Linear(5, 1)
+        if main is not None:
+            self.main_input_name = main
+
+    def forward(self, nodes: Tensor, graph: Tensor, x: Tensor) -> ModelOutput:
+        summed = x.index_add(0, graph, nodes).square()
+        return ModelOutput(score=self.score(self.inner(summed).tanh())[:, 0])
+
+
+def _batch(graphs: range) -> dict[str, Tensor]:
+    values = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(1))
+    counts = torch.tensor([_NODES[each] for each in graphs])
+    nodes = torch.cat([values[each, 2 : 2 + _NODES[each]] for each in graphs])
+    graph = torch.arange(len(graphs)).repeat_interleave(counts)
+    return {"nodes": nodes, "graph": graph, "x": values[list(graphs), 0], "y": values[list(graphs), 1, 0]}
+
+
+def _mean(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    return (outputs.score - batch["y"]).square().mean()
+
+
+def _sum(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return (outputs.score - batch["y"]).square().sum(), len(batch["y"])
+
+
+def _train(main: str | None, criterion: Any, graphs: tuple[range, range]) -> list[Any]:
+    """Return what each loop gives: the gradients of a replica's graphs, or the refusal."""
+    found: list[Any] = []
+    for loop in ("execute_pipeline", "ordinary"):
+        plugin = HybridParallelPlugin(precision="fp32")
+        booster, plain = Booster(plugin=plugin), _Graphs(main)
+        model, optimizer = booster.boost(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        batch = _batch(graphs[plugin.dp_rank])
+        try:
+            if loop == "ordinary":
+                inputs = {name: value for name, value in batch.items() if name != "y"}
+                booster.backward(criterion(model(**inputs), batch), optimizer)
+            else:
+                booster.execute_pipeline(iter([batch]), model, criterion=criterion, optimizer=optimizer)
+            found.append({name: value.clone() for name, value in optimizer.full_gradients().items()})
+        except ConfigurationError as error:
+            found.append(str(error))
+    shares = ReplicaShares(Replicas(plugin))
+    shares.attach(plain := _Graphs(main))
+    with shares.step():
+        plain(**inputs)
+        try:
+            found.append(float(shares.weighted(torch.ones(()))))
+        except ConfigurationError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(("main", "criterion"), [("x", _mean), (None, _sum), (None, _mean)])
+def test_replicas_are_weighted_by_samples(main: str | None, criterion: Any) -> None:
+    graphs = (range(2), range(2, 4)) if main is None else (range(3), range(3, 4))
+    plain = _Graphs(None)
+    _mean(plain(**{name: value for name, value in _batch(range(4)).items() if name != "y"}), _batch(range(4))).backward()
+    for rank, (*of_loops, weight) in enumerate(run_on_ranks(2, _train, main, criterion, graphs)):
+        for found in of_loops:
+            if main is None and criterion is _mean:
+                assert "different numbers of rows" in found and "set main_input_name" in found
+                continue
+            for name, gradient in found.items():
+                torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
+        assert weight == (2 * len(graphs[rank]) / 4) if main else "set main_input_name" in weight
