@@ -1,6 +1,6 @@
-"""Batches whose entries list parts of samples, or nest tensors, on ranks: plain numbers, or one sentence on all ranks.
+"""Batches whose entries list parts of samples, on two replicas: plain numbers, or one sentence on both.
 
-What breaks here first: a replica whose entries agree by chance. Look in `booster/data/rows.py` and at who asks for rows.
+What breaks here first: a replica whose entries agree by chance. Look in `booster/data/rows.py` and its callers.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _train(main: str | None, criterion: Any, graphs: tuple[range, range]) -> lis
 @pytest.mark.parametrize(("main", "criterion"), [("x", _mean), (None, _sum), (None, _mean)])
 def test_replicas_are_weighted_by_samples(main: str | None, criterion: Any) -> None:
     graphs = (range(2), range(2, 4)) if main is None else (range(3), range(3, 4))
-    plain = _Graphs(None)
-    _mean(plain(**{name: value for name, value in _batch(range(4)).items() if name != "y"}), _batch(range(4))).backward()
+    plain, batch = _Graphs(None), _batch(range(4))
+    _mean(plain(batch["nodes"], batch["graph"], batch["x"]), batch).backward()
     for rank, (*of_loops, weight) in enumerate(run_on_ranks(2, _train, main, criterion, graphs)):
         for found in of_loops:
             if main is None and criterion is _mean:
