@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from booster import Booster
@@ -92,3 +94,44 @@ def test_replicas_are_weighted_by_samples(main: str | None, criterion: Any) -> N
             for name, gradient in found.items():
                 torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
         assert weight == (2 * len(graphs[rank]) / 4) if main else "set main_input_name" in weight
+
+
+def _decoder() -> tuple[nn.Module, dict[str, Any]]:
+    """A model and its batch of five samples, whose encoder has run already."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    mask = (torch.arange(9) < torch.tensor([9, 5, 9, 3, 7])[:, None]).long()
+    return model, {
+        "encoder_outputs": (torch.randn(5, 9, 16),),
+        "attention_mask": mask,
+        "labels": torch.randint(31, (5, 7)),
+    }
+
+
+def _train_decoder(keeps_class: bool) -> list[tuple[float, float]]:
+    """Return the loss and the norm of the gradients of two stages, in both loops."""
+    found = []
+    for loop in ("execute_pipeline", "ordinary"):
+        model, batch = _decoder()
+        if keeps_class:
+            batch["encoder_outputs"] = BaseModelOutput(*batch["encoder_outputs"])
+        booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2))
+        model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if loop == "ordinary":
+            loss = model(**batch).loss
+            booster.backward(loss, optimizer)
+        else:
+            loss = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer).loss
+        found.append((float(loss.detach()), float(model.clip_grad_norm_(1e9))))
+    return found
+
+
+@pytest.mark.parametrize("keeps_class", [False, True])
+def test_nested_entries_go_with_their_samples_through_stages(keeps_class: bool) -> None:
+    plain, batch = _decoder()
+    loss = plain(**batch).loss
+    loss.backward()
+    expected = (loss.item(), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item())
+    for found in run_on_ranks(2, _train_decoder, keeps_class):
+        assert all(each == pytest.approx(expected, rel=1e-5) for each in found), (found, expected)
