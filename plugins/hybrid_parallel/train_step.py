@@ -14,7 +14,7 @@ from booster.plugin import PipelineResult
 from plugins.hybrid_parallel.boosted.batch_split import BatchSplit, BatchSplitter
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
-from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of, to_device
+from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
@@ -23,7 +23,6 @@ from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients
 from plugins.hybrid_parallel.zero.passes import BackwardPasses
 from shardformer.attention import log_once
-from shardformer.loss.terms import LOSS_KEYWORDS
 
 
 class PipelineStep:
@@ -56,9 +55,7 @@ class PipelineStep:
         if of_criterion:
             name = type(self.model.unwrap()).__name__
             log_once(name, f"takes no {', '.join(of_criterion)}, which the criterion alone reads")
-        # What the loss reads, such as counts, would be rounded in 16 bits.
-        uncast = (*getattr(self.criterion, "own_entries", ()), *of_criterion, *LOSS_KEYWORDS)
-        batch = to_device(given, self.mesh.device, self.model.input_dtype, uncast)
+        batch = self.model.on_device(given)
         if self.trains:
             self.model.begin_training(batch)
             for reducer in self.model.reducers:
@@ -84,7 +81,7 @@ class PipelineStep:
             for optimizer in self.model.optimizers:
                 optimizer.reducer.finish(factor)
         if value is not None:
-            value = value.to(torch.float64 if self.model.dtype == torch.float64 else torch.float32)
+            value = value.to(torch.float64 if self.model.options.dtype == torch.float64 else torch.float32)
         return PipelineResult(value, self._share_outputs(outputs, split) if return_outputs else None)
 
     def _run_schedule(

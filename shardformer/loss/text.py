@@ -138,7 +138,7 @@ def replaced_tokens(_: nn.Module) -> HeadLoss:
 
     def total(outputs: Any, labels: Tensor) -> Tensor:
         logits, kept = outputs.logits.view(labels.shape), labels != IGNORE_INDEX
-        return F.binary_cross_entropy_with_logits(logits[kept], labels[kept].to(logits.dtype), reduction="sum")
+        return F.binary_cross_entropy_with_logits(*_in_one_dtype(logits[kept], labels[kept]), reduction="sum")
 
     return HeadLoss(LossTerm("labels", not_ignored, total, prepare=of_tokens, per_token=True))
 
@@ -218,7 +218,7 @@ def sequence_classification(model: nn.Module) -> HeadLoss:
         if kind == "single_label_classification":
             return cross_entropy_sum(logits.view(-1, config.num_labels), labels.view(-1))
         pointwise = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
-        return pointwise(logits.reshape(-1), labels.reshape(-1).to(logits.dtype), reduction="sum")
+        return pointwise(*_in_one_dtype(logits.reshape(-1), labels.reshape(-1)), reduction="sum")
 
     def is_divided(labels: Tensor) -> bool:
         return problem(labels) == "single_label_classification"
@@ -265,3 +265,9 @@ def recurring_spans(model: nn.Module) -> HeadLoss:
         return LossTerm(f"{end}_positions", count, total, weight=0.5, prepare=inside)
 
     return HeadLoss(term("start"), term("end"))
+
+
+def _in_one_dtype(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in the widest dtype of the two, and of fp32: labels of a regression may be large."""
+    dtype = torch.promote_types(torch.promote_types(logits.dtype, labels.dtype), torch.float32)
+    return logits.to(dtype), labels.to(dtype)

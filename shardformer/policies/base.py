@@ -97,7 +97,6 @@ class Policy(ABC):
         own_attention: class name of an attention that the model's own code computes -> the class whose forward calls a
             kernel of the registry instead; it is used where an attention backend or `all_to_all` is asked for.
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
-        applies_to_16_bit: whether a model that is not sharded needs the policy too, once its parameters are in 16 bit.
         uneven_heads: whether ranks may have different numbers of heads, because the attention derives the number from
             the weights.
         names_norms: whether the table names the norms; if not, they are found by what their classes compute.
@@ -116,7 +115,6 @@ class Policy(ABC):
     supports_ulysses = True
     own_attention: Mapping[str, type[nn.Module]] = {}
     repeats_layers = False
-    applies_to_16_bit = False
     uneven_heads = False
     names_norms = True
     replicate_unlisted = False

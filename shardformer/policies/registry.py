@@ -75,15 +75,6 @@ def family_policy_of(cls: type[nn.Module]) -> type[Policy] | None:
     return supported.get(f"{cls.__module__}.{cls.__name__}")
 
 
-def needs_policy_in_16_bit(model: nn.Module) -> bool:
-    """Return whether a model, or a backbone in it, that is cast to 16 bit needs its policy even if not sharded."""
-    for cls in {type(module) for module in ([model] if _is_of_library(model) else model.modules())}:
-        found = next((policy for base in cls.__mro__ if (policy := family_policy_of(base)) is not None), None)
-        if found is not None and found.applies_to_16_bit:
-            return True
-    return False
-
-
 def _is_of_library(model: nn.Module) -> bool:
     return type(model).__module__.startswith("transformers.")
 

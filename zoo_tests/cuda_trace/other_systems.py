@@ -53,7 +53,7 @@ def counts_of(trace: Trace) -> StepCounts:
         given = {key: mode.from_tensor(each) if isinstance(each, Tensor) else each for key, each in batch.items()}
         for _ in range(STEPS):
             with StepRecorder() as recorder:
-                for index, part in enumerate(split_batch(to_device(given, CUDA, None), count)):
+                for index, part in enumerate(split_batch(to_device(given, CUDA), count)):
                     backward(part, index == count - 1)
                 if optimizer is not None:
                     optimizer.step()

@@ -100,7 +100,10 @@ class _SixteenBit(_Plain):
                 param.data = param.data.to(self.dtype)  # buffers keep their precision
 
     def _backward(self, batch: Batch) -> float:
-        inputs = {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in batch.items()}
+        inputs = {
+            key: value.to(self.dtype) if value.is_floating_point() and key != "labels" else value
+            for key, value in batch.items()
+        }
         loss = loss_of(self.working, self.recipe.zoo_head, inputs)
         (loss * self.scale).backward()
         for master, param in zip(self.model.parameters(), self.working.parameters(), strict=True):

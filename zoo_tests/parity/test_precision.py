@@ -7,14 +7,21 @@ are those of the number format; a forgotten unscaling, or a sum in 16 bit, excee
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from zoo_tests.harness.case import Case, Recipe
-from zoo_tests.harness.compare import check_case
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.harness.case import Case, Recipe, share_of
+from zoo_tests.harness.compare import check_case, tolerance_of
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.train_sharded import Boosted, boost
 
@@ -94,3 +101,118 @@ def _weights(boosted: Boosted) -> dict[str, torch.Tensor]:
 def test_overflow_on_one_rank_skips_the_step_on_all(layout: str, zero_stage: int) -> None:
     recipe = Recipe(family="bert", head="masked_lm", precision="fp16", optimizer="adamw")
     run_on_ranks(4, _step_over_an_overflow, Case(recipe=recipe, layout=layout, zero_stage=zero_stage))
+
+
+# ----- floating-point entries of a batch -----
+
+_SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Regression(nn.Module):
+    """A model of the user's own, whose first parameter may have another dtype than its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.norm, self.cell, self.head = nn.LayerNorm(6), nn.GRU(6, 6, batch_first=True), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, start: Tensor, target: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """x: [batch, seq, 6]; start: [batch, 6], the state before the first token; target, weight: [batch]."""
+        return {"loss": self.distance(self.guess(x, start), target, weight)}
+
+    def guess(self, x: Tensor, start: Tensor) -> Tensor:
+        hidden, _ = self.cell(self.norm(x * self.gain), start[None])
+        return self.head(hidden[:, -1]).squeeze(-1)
+
+    def distance(self, guess: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        return F.mse_loss(guess, target) + F.huber_loss(guess, weight) + (weight * guess).mean()
+
+
+def _criterion(outputs: Any, batch: dict[str, Any]) -> Tensor:
+    """It reads entries of its own: rewards, weights of samples, probabilities, boxes of targets."""
+    guess, boxes = outputs.logits.squeeze(-1), torch.stack([target["boxes"] for target in batch["targets"]])
+    wrong = (batch["weights"] * (guess - batch["rewards"]) ** 2).mean() + F.huber_loss(guess, batch["old_logprobs"])
+    return wrong + (guess[:, None] * boxes).mean()
+
+
+def _job(kind: str, recipe: Recipe) -> tuple[Callable[[], nn.Module], dict[str, Any], Callable[[nn.Module], Tensor]]:
+    """What builds the model, its batch, and the loss of plain training: of a model in 16 bits, computed in fp32."""
+    rows, dtype, generator = recipe.rows, _SHORT[recipe.precision], torch.Generator().manual_seed(0)
+    near = 300 + 8 * torch.randn(rows, generator=generator)  # bf16 rounds them by up to 1, fp16 by up to 1/8
+    if kind == "own":
+        batch = {"x": torch.randn(rows, 5, 6, generator=generator), "start": torch.randn(rows, 6, generator=generator)}
+        read = {"target": near, "weight": near / 7}
+        cast = {name: value.to(dtype) for name, value in batch.items()}
+        return _Regression, batch | read, lambda model: model.distance(model.guess(**cast).float(), **read)
+    inputs = {name: value for name, value in recipe.batch(0).items() if name != "labels"}
+    if kind == "labels":
+        return recipe.model, {**inputs, "labels": near}, lambda model: F.mse_loss(_logits(model, inputs).view(-1), near)
+    targets = [{"boxes": 100 * torch.rand(4, generator=generator)} for _ in range(rows)]
+    batch = {**inputs, "rewards": near, "weights": near / 300, "old_logprobs": near / 290, "targets": targets}
+    return recipe.model, batch, lambda model: _criterion(SimpleNamespace(logits=_logits(model, inputs)), batch)
+
+
+def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs).logits.float()
+
+
+def _keep_their_dtype(precision: str, kind: str, is_ordinary: bool, sizes: dict[str, int]) -> None:
+    recipe, tolerance = Recipe(family="bert", head="regression", precision=precision, stages=2), tolerance_of(precision)
+    build, batch, loss_of = _job(kind, recipe)
+    torch.manual_seed(0)
+    model, plain = build(), build()
+    plain.load_state_dict(model.state_dict())
+    for param in plain.parameters():
+        param.data = param.data.to(_SHORT[precision])
+    expected = loss_of(plain)
+    expected.backward()
+    plugin = HybridParallelPlugin(precision=precision, num_microbatches=2, initial_scale=1.0, **sizes)
+    booster = Booster(plugin=plugin)
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = share_of(batch, plugin.dp_rank, plugin.dp_size)
+    if is_ordinary:
+        loss = model(**share)["loss"]
+        booster.backward(loss, optimizer)
+    else:
+        criterion = _criterion if kind == "criterion" else None
+        loss = booster.execute_pipeline(iter([share]), model, criterion=criterion, optimizer=optimizer).loss
+    assert abs(loss.item() - expected.item()) < tolerance.loss / 10 * abs(expected.item()), (loss, expected)
+    gradients = {name: param.grad for name, param in plain.named_parameters()}
+    found = {
+        name: each for name, each in optimizer.full_gradients().items() if "key.bias" not in name
+    }  # rounding alone
+    wrong = {name: tolerance.relative(each, gradients[name]) for name, each in found.items()}
+    assert wrong and max(wrong.values()) < tolerance.gradient, wrong
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("kind", "is_ordinary", "sizes"),
+    [
+        ("labels", False, {"pp_size": 2}),
+        ("labels", True, {"pp_size": 2}),
+        ("labels", True, {"tp_size": 2}),
+        ("criterion", False, {"pp_size": 2}),
+        ("own", False, {}),
+        ("own", True, {}),
+    ],
+)
+def test_entries_keep_their_dtype(precision: str, kind: str, is_ordinary: bool, sizes: dict[str, int]) -> None:
+    run_on_ranks(2, _keep_their_dtype, precision, kind, is_ordinary, sizes)
+
+
+def _one_short_parameter_comes_first() -> None:
+    torch.manual_seed(0)
+    model = _Regression()
+    model.gain.data = model.gain.data.bfloat16()
+    batch = {"x": torch.randn(4, 5, 6), "start": torch.randn(4, 6), "target": torch.randn(4), "weight": torch.randn(4)}
+    expected = model(**batch)["loss"].item()
+    booster = Booster(plugin=HybridParallelPlugin())
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = share_of(batch, booster.plugin.dp_rank, booster.plugin.dp_size)
+    found = booster.execute_pipeline(iter([share]), model, optimizer=optimizer).loss.item()
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_dtype_of_a_model_is_not_that_of_its_first_parameter() -> None:
+    run_on_ranks(2, _one_short_parameter_comes_first)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from booster.data.rows import is_empty, main_input_of, num_rows, rows_of
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.document_borders import has_borders, tokens_of, with_positions
+from plugins.hybrid_parallel.data.entry_dtypes import activations_in, dtype_of_values
 from plugins.hybrid_parallel.data.media import media_tokens
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.attention import log_once
@@ -44,6 +45,7 @@ class ForwardOptions:
         reads_documents: whether documents in a row are those of transformers' attention, which are told by positions,
             or by borders for flash-attn; a model of one's own may read them in its own way.
         main_input: name of the entry of a batch that has a row for each sample, if the model tells.
+        dtype: of most values of the parameters.
         media_tokens: of images and sounds; see the function of that name.
     """
 
@@ -62,6 +64,7 @@ class ForwardOptions:
         )
         self.main_input = main_input_of(self.module) or main_input_of(self.inside)
         self.media_tokens = media_tokens(self.inside)
+        self.dtype = dtype_of_values(module)
         exchanges = any(getattr(each, "sequence_exchange", None) is not None for each in self.inside.modules())
         self._cuts_caches = mesh.size("cp") > 1 or exchanges
 
@@ -120,7 +123,7 @@ class ForwardOptions:
         """
         for problem in self._problems(given, is_microbatch):
             raise ConfigurationError(problem)
-        inputs = dict(given) | self._of_documents(given)
+        inputs = dict(given) | activations_in(self.dtype, given) | self._of_documents(given)
         if self._takes_use_cache and (is_microbatch or self._cuts_caches):
             inputs["use_cache"] = False
         if self.wants_tuple(given):

@@ -25,6 +25,7 @@ from plugins.hybrid_parallel.boosted.whole_model_view import WholeModelView
 from plugins.hybrid_parallel.boosted.whole_outputs import with_whole_logits, with_whole_sequences
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch, check_batch_of_replica
+from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, activations_in, cast_inputs_of_layers, has_floats
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts
 from plugins.hybrid_parallel.data.microbatch import stand_in, to_device, without_rows
@@ -53,7 +54,6 @@ from shardformer.distributed.random import SharedStream
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
-from shardformer.loss.terms import LOSS_KEYWORDS
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class HybridParallelModel(WholeModelView):
             runtime.register_microbatch_hook(watch.begin_microbatch)
         self.gathers, self.batches_seen = ParameterGathers(), 0
         self.activations: OffloadedActivations | None = None
-        self.checked_full_batch = False
+        self.checked_full_batch = self._layers_cast = False
         self.expert_balance: ExpertBalance | None = None
         self.options = ForwardOptions(module, mesh)
         self.user_loop = UserLoop(self, context.pipeline)
@@ -231,7 +231,7 @@ class HybridParallelModel(WholeModelView):
         if self.mesh.size("pp") > 1 or self.units is not None:
             outputs = self._forward_through_stages(args, kwargs)
             return outputs.to_tuple() if as_tuple else outputs
-        given, kwargs = kwargs, to_device(kwargs, self.mesh.device, self.input_dtype, LOSS_KEYWORDS)
+        given, kwargs = kwargs, self.on_device(kwargs, args)
         if may_be_packed(given):
             record_facts([kwargs], [given])
         kwargs = self.options.inputs(kwargs)
@@ -301,7 +301,8 @@ class HybridParallelModel(WholeModelView):
             return without_rows(self.generate(**stand_in(kwargs, self.options.media_tokens)))
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
-        kwargs = to_device(kwargs, self.mesh.device, self.input_dtype)
+        kwargs = self.on_device(kwargs)
+        kwargs |= activations_in(self.options.dtype, kwargs)
         with self.gathers.running(), weights_rounded_once(self.module):
             self.agree_on_media([kwargs])
             if self.mesh.size("pp") > 1:
@@ -347,6 +348,22 @@ class HybridParallelModel(WholeModelView):
         """
         return self.options.told_of_documents(batch)
 
+    def on_device(self, batch: Mapping[str, Any], args: tuple = ()) -> dict[str, Any]:
+        """Return a batch on this rank's device, each entry in its own dtype.
+
+        Layers cast what they multiply from the first call on that has floating-point entries; texts have none.
+
+        Args:
+            args: positional arguments, which have no names.
+        """
+        if not self._layers_cast and has_floats((*args, *batch.values())):
+            self._layers_cast, layers = True, dict.fromkeys(self.module.modules())
+            for stage in self.runtime.stages:
+                with self.runtime.viewing(stage):
+                    layers |= dict.fromkeys(self.module.modules())
+            cast_inputs_of_layers(layers, self.module)
+        return to_device(batch, self.mesh.device)
+
     def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:
         """Return the arguments of the model's forward, without what the loss alone reads; caches are not filled."""
         unread = self.options.unread(microbatch) if isinstance(loss, CriterionStepLoss) else ()
@@ -372,8 +389,7 @@ class HybridParallelModel(WholeModelView):
                 "model(...) got positional arguments, which have no names by which a pipeline could split the batch; "
                 "call model(**batch)"
             )
-        batch = to_device(given, self.mesh.device, self.input_dtype, LOSS_KEYWORDS)
-        return self.user_loop.forward(batch, given)
+        return self.user_loop.forward(self.on_device(given), given)
 
     def _forward_without_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.losses.routers_see_parts and self.losses.routers_are_asked(kwargs):
@@ -403,7 +419,8 @@ class HybridParallelModel(WholeModelView):
     def _forward_with_own_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a pass with the loss that the model's forward computes."""
         given = kwargs if args or not self.options.is_empty(kwargs) else stand_in(kwargs, self.options.media_tokens)
-        outputs = self.module(*args, **given)
+        with LossesPromote() if has_floats((*args, *given.values())) else nullcontext():
+            outputs = self.module(*args, **given)
         if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), Tensor):
             return outputs if given is kwargs else without_rows(outputs)
         loss, _ = self._share_of_loss(kwargs)

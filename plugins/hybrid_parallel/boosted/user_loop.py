@@ -170,8 +170,8 @@ class PipelineCall:
 
         with ExitStack() as stack:
             stack.enter_context(model.in_forward(batch, trains and bool(own)))
-            if loss.reads_parallel_logits:
-                stack.enter_context(parallel_logits(model))
+            reading = parallel_logits(model) if loss.reads_parallel_logits else loss.reading(model)
+            stack.enter_context(reading)
             model.agree_on_media(inputs)
             self.passes = runtime.begin(inputs, finish_forward, loss.balance)
             runtime.execute(self.passes, runtime.phases(len(inputs))[0])

@@ -45,13 +45,8 @@ class WholeModelView(ModelSurface):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameters on this rank."""
+        """Dtype of the first parameter on this rank, as transformers has it."""
         return next((param.dtype for param in self.module.parameters() if param.is_floating_point()), torch.float32)
-
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """Dtype that floating-point inputs are cast to; None to leave them unchanged."""
-        return self.dtype if self.dtype in (torch.bfloat16, torch.float16) else None
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of parameters of the whole model, as it was given to `boost`."""

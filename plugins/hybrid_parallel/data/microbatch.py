@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import is_dataclass
 from types import MappingProxyType
@@ -262,21 +262,14 @@ def signature(batch: Mapping[str, Any]) -> tuple:
     return tuple((key, shapes(value)) for key, value in batch.items())
 
 
-def to_device(
-    batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None, uncast: Collection[str] = ()
-) -> dict[str, Any]:
-    """Move tensors to `device`; cast floating-point ones to `dtype`, if given, except those named in `uncast`.
+def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Move tensors to `device`, also those in tuples, lists and mappings."""
 
-    Those in tuples, lists and mappings are moved and cast too.
-    """
-
-    def move(key: str, value: Any) -> Any:
+    def move(value: Any) -> Any:
         if isinstance(value, Tensor):
-            casts = value.is_floating_point() and key not in uncast
-            return value.to(device, dtype if casts else None, non_blocking=True)
+            return value.to(device, non_blocking=True)
         if not _holds_tensors(value) or not (inner := inner_values(value)):
             return value
-        names = value if isinstance(value, Mapping) else [key] * len(inner)
-        return _like(value, [move(name, each) for name, each in zip(names, inner.values(), strict=True)])
+        return _like(value, [move(each) for each in inner.values()])
 
-    return {key: move(key, value) for key, value in batch.items()}
+    return {key: move(value) for key, value in batch.items()}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from booster.data.rows import rows_of, unknown_rows
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, has_floats
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import count_factor, exact_sum, per_copy, share_of_mean, share_of_sum
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
@@ -242,7 +243,8 @@ class CriterionStepLoss(StepLoss):
 
     def _share(self, outputs: Any, index: int) -> Tensor:
         microbatch = self.microbatches[index]
-        value = self.criterion(outputs, microbatch)
+        with LossesPromote():
+            value = self.criterion(outputs, microbatch)
         if isinstance(value, tuple):
             value, count = value
             self.count += per_copy(count.detach() if isinstance(count, Tensor) else count, self.copies)
@@ -290,7 +292,7 @@ class ModelStepLoss(StepLoss):
         main_input: str | None = None,
     ) -> None:
         super().__init__(microbatches, mesh)
-        self.reason = reason
+        self.reason, self.reads_floats = reason, has_floats(batch)
         self.rows = [1] if self._is_whole else [rows_of(each, main_input) for each in microbatches]
         if len(microbatches) > 1 or mesh.size("dp") > 1:
             self._check_parts(batch)
@@ -319,6 +321,10 @@ class ModelStepLoss(StepLoss):
             f"dp_size={self.mesh.size('dp')} replicas cannot be put together, because {why}; pass a criterion that "
             "returns (sum, count), or use num_microbatches=1 and dp_size=1"
         )
+
+    def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the model's losses take outputs in 16 bits and labels in their own dtype."""
+        return LossesPromote() if self.reads_floats else nullcontext()
 
     def _share(self, outputs: Any, index: int) -> Tensor:
         is_loss = isinstance(outputs, Tensor) and outputs.dim() == 0

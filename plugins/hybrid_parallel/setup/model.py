@@ -65,7 +65,6 @@ from shardformer.lazy import (
 )
 from shardformer.loss.one_process import count_own_boxes
 from shardformer.peft import model_inside
-from shardformer.policies.registry import needs_policy_in_16_bit
 from shardformer.policies.user.tp_info import TPInfoPolicy
 from shardformer.quantised import is_quantised, keep_format
 from shardformer.shardformer import as_policy
@@ -317,9 +316,7 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     deals_out = parallel.ep_size > 1 or sharding.expert_capacity_factor is not None
     group = tensor_group(model, config, mesh)
     is_whole = parallel.tp_size == parallel.pp_size == parallel.cp_size == 1 and blocks_of(group) is None
-    dtype = DTYPES.get(config.mixed_precision.precision)
-    needs_policy = sharding.custom_policy is not None or (dtype is not None and needs_policy_in_16_bit(model))
-    if is_whole and not deals_out and not needs_policy and not any(changes_layers):
+    if is_whole and not deals_out and sharding.custom_policy is None and not any(changes_layers):
         separate_documents(model_inside(model))
         return []  # nothing to shard: any kind of model works
     stage, *further = config.schedule.stages_of(mesh.rank("pp"), parallel.pp_size, config.chunks_per_rank)
@@ -340,7 +337,7 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
             enable_sequence_overlap=kernels.enable_sequence_overlap,
             enable_all_optimization=kernels.enable_all_optimization,
             make_vocab_size_divisible_by=sharding.make_vocab_size_divisible_by,
-            compute_dtype=dtype,
+            compute_dtype=DTYPES.get(config.mixed_precision.precision),
             sharding_dim=sharding.sharding_dim,
             expert_parallel_process_group=mesh.group(EP),
             expert_capacity_factor=sharding.expert_capacity_factor,

@@ -114,7 +114,6 @@ class Swinv2Policy(SwinPolicy):
 
     family, prefix = "swinv2", "Swinv2"
     own_attention = {"Swinv2SelfAttention": Swinv2RegistryAttention}
-    applies_to_16_bit = True
     layer_outputs = 1
     supports_sequence_parallel = True
     head_losses = USUAL_HEAD_LOSSES
@@ -141,19 +140,7 @@ class Swinv2Policy(SwinPolicy):
             ),
         }
 
-    def postprocess(self) -> nn.Module:
-        """Cast the coordinates of position biases to the dtype of the weights that read them."""
-        # The coordinates are a buffer, and buffers keep their precision when parameters are cast to 16 bits.
-        for module in self.model.modules():
-            if type(module).__name__ == "Swinv2SelfAttention":
-                module.continuous_position_bias_mlp.register_forward_pre_hook(_cast_to_weights)
-        return self.model
-
     def _count_local_heads(self, attention: nn.Module) -> None:
         # Not an attribute_replacement, because the layer lists have different numbers of heads.
         attention.num_attention_heads //= self.tp_size
         attention.all_head_size //= self.tp_size
-
-
-def _cast_to_weights(mlp: nn.Sequential, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    return (inputs[0].to(mlp[0].weight.dtype),)

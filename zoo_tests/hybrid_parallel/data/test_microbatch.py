@@ -146,8 +146,8 @@ def test_nested_entries_are_split_moved_and_told_apart(nested: Callable[[torch.T
         torch.testing.assert_close(part["nested"], wanted)
         assert type(part["nested"]) is type(nested(x))
     assert signature(parts[0]) != signature(parts[1])
-    moved = to_device(batch, torch.device("cpu"), torch.bfloat16)["nested"]
-    assert {each.dtype for each in tree_leaves(moved) if isinstance(each, torch.Tensor)} == {torch.bfloat16}
+    moved = to_device(batch, torch.device("meta"))["nested"]
+    assert {each.device.type for each in tree_leaves(moved) if isinstance(each, torch.Tensor)} == {"meta"}
     assert is_empty(without_rows(batch)) and len(stand_in(without_rows(batch))["input_ids"]) == 1
 
 
@@ -178,12 +178,6 @@ def test_a_batch_is_a_mapping() -> None:
 def test_signature_tells_shapes_apart() -> None:
     one, other = {"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}
     assert signature(one) != signature(other) and signature(one) == signature({"x": torch.ones(2, 3)})
-
-
-def test_only_floating_point_inputs_are_cast() -> None:
-    batch = {"ids": torch.ones(1, dtype=torch.long), "pixels": torch.ones(1), "flag": True}
-    moved = to_device(batch, torch.device("cpu"), torch.bfloat16)
-    assert (moved["ids"].dtype, moved["pixels"].dtype, moved["flag"]) == (torch.long, torch.bfloat16, True)
 
 
 def test_merging_keeps_the_output_class() -> None:

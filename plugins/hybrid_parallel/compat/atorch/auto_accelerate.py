@@ -248,7 +248,7 @@ def _loader(plugin: HybridParallelPlugin, dataset: Dataset, options: AccelerateO
 
 def _preparing(prepare_input: Callable[[Any, torch.device], Any] | None, device: torch.device) -> Callable[[Any], Any]:
     if prepare_input is None:
-        return lambda batch: to_device(batch, device, None)
+        return lambda batch: to_device(batch, device)
     return lambda batch: prepare_input(batch, device)
 
 
