@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from booster.data.rows import is_empty, main_input_of, num_rows, rows_of
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.document_borders import has_borders, tokens_of, with_positions
-from plugins.hybrid_parallel.data.entry_dtypes import activations_in, dtype_of_values
+from plugins.hybrid_parallel.data.entry_dtypes import dtype_of_values
 from plugins.hybrid_parallel.data.media import media_tokens
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.attention import log_once
@@ -123,7 +123,7 @@ class ForwardOptions:
         """
         for problem in self._problems(given, is_microbatch):
             raise ConfigurationError(problem)
-        inputs = dict(given) | activations_in(self.dtype, given) | self._of_documents(given)
+        inputs = dict(given) | self._of_documents(given)
         if self._takes_use_cache and (is_microbatch or self._cuts_caches):
             inputs["use_cache"] = False
         if self.wants_tuple(given):

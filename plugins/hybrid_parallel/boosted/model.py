@@ -25,7 +25,7 @@ from plugins.hybrid_parallel.boosted.whole_model_view import WholeModelView
 from plugins.hybrid_parallel.boosted.whole_outputs import with_whole_logits, with_whole_sequences
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch, check_batch_of_replica
-from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, activations_in, cast_inputs_of_layers, has_floats
+from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, cast_inputs, has_floats
 from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts
 from plugins.hybrid_parallel.data.microbatch import stand_in, to_device, without_rows
@@ -302,7 +302,6 @@ class HybridParallelModel(WholeModelView):
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         kwargs = self.on_device(kwargs)
-        kwargs |= activations_in(self.options.dtype, kwargs)
         with self.gathers.running(), weights_rounded_once(self.module):
             self.agree_on_media([kwargs])
             if self.mesh.size("pp") > 1:
@@ -361,7 +360,7 @@ class HybridParallelModel(WholeModelView):
             for stage in self.runtime.stages:
                 with self.runtime.viewing(stage):
                     layers |= dict.fromkeys(self.module.modules())
-            cast_inputs_of_layers(layers, self.module)
+            cast_inputs(layers, self.module, self.options.dtype)
         return to_device(batch, self.mesh.device)
 
     def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:

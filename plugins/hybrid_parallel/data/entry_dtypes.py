@@ -54,26 +54,26 @@ def has_floats(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def activations_in(dtype: torch.dtype, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the floating-point entries of a batch that stand for activations, cast if these have 16 bits."""
-    given = {name: batch.get(name) for name in _ACTIVATIONS if dtype in _SHORT}
-    return {name: value.to(dtype) for name, value in given.items() if isinstance(value, Tensor) and has_floats(value)}
+# ----- inputs -----
 
 
-# ----- layers -----
-
-
-def cast_inputs_of_layers(modules: Iterable[nn.Module], model: nn.Module) -> None:
+def cast_inputs(modules: Iterable[nn.Module], model: nn.Module, dtype: torch.dtype) -> None:
     """Have the layers among a model's modules, if their weights have 16 bits, cast inputs of another dtype.
 
-    Of a layer class of the user's own, which has a matrix `weight`, the first input is cast. What a module multiplies
-    by a parameter outside of any layer is left as in plain PyTorch.
+    Models of transformers cast what stands for their activations; one inside of another may be given embeddings that
+    are made of entries. Of a layer class of the user's own, which has a matrix `weight`, the first input is cast. What
+    a module multiplies by a parameter outside of any layer is left as in plain PyTorch.
+
+    Args:
+        dtype: of the model's activations.
     """
     for layer in modules:
         is_known = isinstance(layer, _LAYERS) or type(layer).__name__ == "Conv1D"
         param = next(layer.parameters(), None) if is_known or (layer is not model and _is_users_layer(layer)) else None
         if param is not None and param.dtype in _SHORT:
             layer.register_forward_pre_hook(partial(_cast_inputs, param.dtype, is_known), with_kwargs=True)
+        elif dtype in _SHORT and hasattr(layer, "get_input_embeddings"):
+            layer.register_forward_pre_hook(partial(_cast_activations, dtype), with_kwargs=True)
 
 
 def _is_users_layer(module: nn.Module) -> bool:
@@ -89,6 +89,12 @@ def _cast_inputs(
     if not all_of_them:
         return (*_in_dtype(args[:1], dtype), *args[1:]), kwargs
     return _in_dtype(args, dtype), {name: _in_dtype(each, dtype) for name, each in kwargs.items()}
+
+
+def _cast_activations(
+    dtype: torch.dtype, model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    return args, {name: _in_dtype(each, dtype) if name in _ACTIVATIONS else each for name, each in kwargs.items()}
 
 
 def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
