@@ -42,6 +42,7 @@ from plugins.hybrid_parallel.zero.granularity import check_granularity, check_st
 from plugins.hybrid_parallel.zero.grouping import (
     TiedParameter,
     check_gradients,
+    check_memory,
     check_optimizer,
     check_shared_parameters,
     warn_of_untrained,
@@ -120,6 +121,7 @@ def check_options_against_model(
         check_step_in_parts(optim, config.offload.offload_optimizer)
         check_zero_size(optim, config.zero.zero_size, num_replicas, parallel.tp_size * parallel.ep_size)
     check_shared_parameters(optimizers, names)
+    check_memory(optimizers, model)
     warn_of_untrained(optimizers, model.named_parameters())
     check_recomputation(config.kernels.gradient_checkpointing, model)
     check_layers(config.offload.offload_activations, model)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parameter import is_lazy
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
@@ -17,6 +19,7 @@ from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, HoldsPieces
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.initial_values import Source
+from shardformer.peft import adapter_configs
 from shardformer.shard_spec import grad_group_of, spec_of
 from shardformer.utils.freed_memory import return_freed_memory
 
@@ -207,6 +210,75 @@ def check_shared_parameters(optimizers: Sequence[torch.optim.Optimizer], names: 
             name = min(names[each][0] for each in both)
             raise ConfigurationError(f"two optimizers hold {name}; give each parameter to one of them")
         seen |= held
+
+
+def check_memory(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Refuse tensors that lie in the memory of a parameter that an optimizer updates, and are not this parameter.
+
+    Plain updates reach both. `boost` gives each memory of its own, and two parameters in one memory have gradients and
+    optimizer states of their own, so that tying them would not be the same either.
+
+    Raises:
+        ConfigurationError: if there are such tensors.
+    """
+    held = {id(param) for optim in optimizers for group in optim.param_groups for param in group["params"]}
+    in_storage: dict[UntypedStorage, list[tuple[str, Tensor]]] = {}  # by address, all meta tensors would be in one
+    for name, tensor in _tensors_of(model):
+        in_storage.setdefault(tensor.untyped_storage(), []).append((name, tensor))
+    for tensors in in_storage.values():
+        tensors.sort(key=lambda item: _span(item[1])[0])
+        for index, (name, tensor) in enumerate(tensors):
+            for other_name, other in tensors[index + 1 :]:
+                if _span(other)[0] >= _span(tensor)[1]:
+                    break
+                if not held.isdisjoint((id(tensor), id(other))) and _overlap(tensor, other):
+                    raise ConfigurationError(
+                        f"{name} and {other_name} are two tensors in one memory, and boost() gives each its own, so "
+                        f"that updates of one would no longer reach the other; {_way_out(tensor, other, model)}"
+                    )
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's parameters and buffers, and the tensors that are attributes of its modules, once each."""
+    attributes = (
+        (f"{path}.{name}".lstrip("."), value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    )
+    seen: set[int] = set()
+    for name, tensor in chain(model.named_parameters(), model.named_buffers(), attributes):
+        if id(tensor) not in seen and tensor.layout == torch.strided and not is_lazy(tensor) and tensor.numel():
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage between which a tensor lies."""
+    begin = tensor.storage_offset()
+    end = begin + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * tensor.itemsize, end * tensor.itemsize
+
+
+def _place(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _overlap(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have an element in common; columns of one matrix have none."""
+    if _place(tensor) == _place(other) or tensor.dtype != other.dtype:
+        return True
+    end = max(_span(tensor)[1], _span(other)[1]) // tensor.itemsize
+    taken = torch.zeros(end, dtype=torch.bool, device="cpu")
+    taken.as_strided(*_place(tensor)).fill_(True)
+    return bool(taken.as_strided(*_place(other)).any())
+
+
+def _way_out(tensor: Tensor, other: Tensor, model: nn.Module) -> str:
+    if _place(tensor) == _place(other):
+        return "assign one nn.Parameter to both names, or clone one of them"
+    advice = "compute one from the other in the forward pass, or clone one of them"
+    return f"use ensure_weight_tying=False, or {advice}" if adapter_configs(model) else advice
 
 
 def warn_of_untrained(

@@ -152,12 +152,10 @@ def _of_whole_model(model: Any, adapter: str, dtype: torch.dtype | None) -> dict
 
 
 def _adapter_tensors(model: HybridParallelModel, adapter: str, unique: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in a file, tensor) for each tensor of one adapter on this rank."""
+    """Yield (name in a file, tensor) for each tensor of one adapter on this rank, under each of its names."""
     in_file = model.origin.adapter_names[adapter]
     for names, tensor in local_tensors(model, unique):
-        name = next((in_file[name] for name in names if name in in_file), None)
-        if name is not None:
-            yield name, tensor
+        yield from ((in_file[name], tensor) for name in names if name in in_file)
 
 
 def _tensors_in_files(model: HybridParallelModel) -> set[Tensor] | None:
@@ -262,7 +260,8 @@ def _match(
         found = [(name, tensor) for name, tensor in tensors.items() if name in names]
         for name, tensor in found:
             check_shape(file, name, directory / _WEIGHTS, spec_of(tensor))
-    return found, sorted(tensors.keys() - set(names)), names
+    read = {id(tensor) for _, tensor in found}
+    return found, sorted(name for name, tensor in tensors.items() if id(tensor) not in read), names
 
 
 @torch.no_grad()

@@ -101,13 +101,13 @@ def save_model_files(
 
 def _items(model: HybridParallelModel, dtype: torch.dtype | None) -> Iterator[Item]:
     inside = model_inside(model.unwrap())
-    tied = getattr(inside, "all_tied_weights_keys", {})
+    tied = getattr(inside, "all_tied_weights_keys", {})  # name -> the name to which `from_pretrained` ties it
     ignored = set(getattr(inside, "_keys_to_ignore_on_save", None) or ())
     tensors = {}
     for names, tensor in local_tensors(model, unique=True):
         # As in transformers, skip what the constructor recomputes, unless it is being trained.
         if tensor.requires_grad or ignored.isdisjoint(names):
-            tensors[next((name for name in names if name not in tied), names[0])] = tensor
+            tensors |= dict.fromkeys((name for name in names if tied.get(name) not in names), tensor)
     forms = {}
     for name, tensor in tensors.items():
         converts = dtype is not None and tensor.is_floating_point()
