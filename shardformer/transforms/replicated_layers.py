@@ -14,7 +14,15 @@ from torch import nn
 
 from shardformer.attention import log_once
 from shardformer.expert_parallel.experts import is_experts
-from shardformer.layers import ColumnParallelLinear, HeadParallelEmbedding, MultiQueryLinear, RowParallelLinear
+from shardformer.layers import (
+    ColumnParallelLinear,
+    GatheredLMHead,
+    HeadParallelEmbedding,
+    MultiQueryLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelLMHead,
+)
 from shardformer.layers.linear import in_features, out_features
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.layers.quantised_linear import quantised_problem
@@ -49,6 +57,12 @@ class Replacement:
         """Whether the input features of the replacement are sharded over ranks."""
         return issubclass(self.target, RowParallelLinear) and not self.arguments.get("splits_input")
 
+    @property
+    def cut(self) -> Any:
+        """What decides which shard of its parameters the replacement holds; an embedding has the rows of its head."""
+        is_vocabulary = issubclass(self.target, VocabParallelEmbedding | VocabParallelLMHead | GatheredLMHead)
+        return "vocabulary" if is_vocabulary else (self.target, self.arguments)
+
 
 class KeptLayers:
     """The layers that stay whole on every rank.
@@ -67,6 +81,7 @@ class KeptLayers:
         for each in self.replacements:
             if (reason := _reason(each)) is not None:
                 self.reasons[each.native] = reason
+        self.reasons |= dict.fromkeys(self._cut_apart(), "a weight that it shares with a layer that is cut otherwise")
         while tied := self._tied_to_kept():
             self.reasons |= dict.fromkeys(tied, "a weight that it shares with a layer that stays whole")
 
@@ -88,6 +103,19 @@ class KeptLayers:
         if kept and self.config.tensor_parallel_size > 1:
             more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
             log_once(name, f"keeps {kept[0].path}{more} whole on every rank, because of {self.reasons[kept[0].native]}")
+
+    def _cut_apart(self) -> list[nn.Module]:
+        """Return layers that share a parameter, of which their replacements would hold different shards.
+
+        Replacements of the user's own are expected to know what they share.
+        """
+        sharing: dict[int, list[Replacement]] = {}
+        for each in self.replacements:
+            for parameter in each.native._parameters.values():
+                if parameter is not None and _is_ours(each):
+                    sharing.setdefault(id(parameter), []).append(each)
+        apart = [group for group in sharing.values() if any(each.cut != group[0].cut for each in group)]
+        return [each.native for group in apart for each in group if each.native not in self.reasons]
 
     def _tied_to_kept(self) -> list[nn.Module]:
         """Return layers to be sharded that share a parameter with a layer that stays whole."""
@@ -154,12 +182,15 @@ def _reason(each: Replacement) -> str | None:
 
     A replacement class of the user's own is expected to handle everything except hooks.
     """
-    is_ours = each.target.__module__.startswith("shardformer.")
-    reason = user_code(each.native) if is_ours else hook_on(each.native)
+    reason = user_code(each.native) if _is_ours(each) else hook_on(each.native)
     options = ("max_norm", "scale_grad_by_freq", "sparse")
     if reason is None and isinstance(each.native, nn.Embedding):
         reason = next((f"the option {name}" for name in options if getattr(each.native, name)), None)
     return reason
+
+
+def _is_ours(each: Replacement) -> bool:
+    return each.target.__module__.startswith("shardformer.")
 
 
 def _unknown_size(each: Replacement) -> str | None:
