@@ -117,6 +117,8 @@ def _tied_adapters(layers: Layers, cut_by: str) -> list[str]:
     """Report an adapter shared by tied layers, because ranks hold different shards of the two layers."""
     owners: dict[int, str] = {}
     for path, layer in layers.items():
+        if is_a(layer, "trainable tokens"):  # peft ties these unasked; they have sentences of their own
+            continue
         of_model = {id(each) for each in inner_module(layer).parameters()}
         for parameter in layer.parameters():
             owner = owners.setdefault(id(parameter), path)

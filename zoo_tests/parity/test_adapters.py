@@ -248,6 +248,16 @@ def test_a_model_with_adapters_generates(family: str, head: str) -> None:
     assert torch.equal(sharded.generate(**kept, **options).cpu(), expected)
 
 
+@distributed(2)
+def test_adapters_that_peft_ties_by_views_are_refused() -> None:
+    recipe = Recipe(family="llama", head="causal_lm", config=(("tie_word_embeddings", True),))
+    model = with_adapters(recipe.base_model(), ("embed_tokens", "lm_head"), (("ensure_weight_tying", True),))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = r"lora_embedding_A\.default and .*lm_head\.lora_B.* in one memory.*; use ensure_weight_tying=False"
+    with pytest.raises(ConfigurationError, match=message):
+        Booster(plugin=HybridParallelPlugin()).boost(model, optimizer)
+
+
 def _packed_model() -> nn.Module:
     model = FAMILIES["llama"].build("causal_lm", torch.float32)
     layer = model.model.layers[0].mlp.up_proj

@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from transformers import LlamaForCausalLM
 
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
+from shardformer import record_module_init
 from shardformer.shard_spec import ShardSpec, spec_of
 from zoo_tests.harness.case import Recipe, share_of
 from zoo_tests.harness.ranks import distributed, run_on_ranks
@@ -108,6 +110,14 @@ def _share_by_hand(model: nn.Module, seen: list[Tensor]) -> None:
     last.mlp, last.self_attn.q_proj, model.model.norm = first.mlp, first.self_attn.q_proj, first.input_layernorm
 
 
+def _share_apart(model: nn.Module, seen: list[Tensor]) -> None:
+    """One weight in layers that are cut along other dimensions, and two weights that are columns of one matrix."""
+    first, last = (layer for layer in model.model.layers)
+    first.self_attn.q_proj.weight = last.self_attn.o_proj.weight
+    both = torch.cat((last.mlp.gate_proj.weight.data, last.mlp.up_proj.weight.data), dim=1)
+    last.mlp.gate_proj.weight, last.mlp.up_proj.weight = map(nn.Parameter, both.chunk(2, dim=1))
+
+
 def _repeat(model: nn.Module, seen: list[Tensor]) -> None:
     model.model.layers[1] = model.model.layers[0]
     model.config.use_cache = False  # a cache has one place for each layer object
@@ -118,11 +128,12 @@ _MODELS: dict[str, tuple[Recipe, Callable[[nn.Module, list[Tensor]], None]]] = {
     "tied": (_TIED, _change_tied),
     "gpt2": (_GPT2, _change_gpt2),
     "shared": (_LLAMA, _share_by_hand),
+    "cut apart": (_LLAMA, _share_apart),
     "repeated": (_LLAMA, _repeat),
 }
 
 
-_SLOW = ("gpt2", "repeated")
+_SLOW = ("gpt2", "cut apart", "repeated")
 
 
 def _changed(name: str) -> tuple[nn.Module, list[Tensor]]:
@@ -230,3 +241,40 @@ def test_what_cannot_hold_is_refused_by_name() -> None:
         model = _LLAMA.model()
         setattr(model.model.embed_tokens, name, value)
         _refused(model, rf"model.embed_tokens has {name}=.*, (which|whose).*; use", **options)
+
+
+def _alias_the_embedding(model: nn.Module) -> None:
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.data)
+
+
+def _transpose(model: nn.Module) -> None:
+    model.model.layers[1].self_attn.o_proj.weight = nn.Parameter(model.model.layers[0].self_attn.q_proj.weight.data.t())
+
+
+def _look_at_rows(model: nn.Module) -> None:
+    model.register_buffer("rows", model.lm_head.weight.data[3:5])
+
+
+def _remember(model: nn.Module) -> None:
+    model.model.norm.remembered = model.model.norm.weight.detach()
+
+
+_ONE_MEMORY = {
+    _alias_the_embedding: r"embed_tokens\.weight and lm_head\.weight are two.*; assign one nn\.Parameter",
+    _transpose: r"0\.self_attn\.q_proj\.weight and .*1\.self_attn\.o_proj\.weight are two.*; compute one",
+    _look_at_rows: r"lm_head\.weight and rows are two tensors",
+    _remember: r"norm\.weight and model\.norm\.remembered are two tensors",
+}
+
+
+@pytest.mark.parametrize("change", list(_ONE_MEMORY))
+@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"pp_size": 2}, {"zero_stage": 3}], ids=str)
+@distributed(2)
+def test_tensors_in_one_memory_are_refused(change: Callable[[nn.Module], None], options: dict[str, int]) -> None:
+    model = _LLAMA.model()
+    change(model)
+    _refused(model, _ONE_MEMORY[change], **options)
+    with record_module_init():
+        model = LlamaForCausalLM(_LLAMA.model().config)
+        change(model)
+    _refused(model, _ONE_MEMORY[change], **options)

@@ -23,12 +23,17 @@ _RECIPES = {
     "gpt2": ("lm_head", ("c_attn", "c_proj"), (("use_dora", True), ("fan_in_fan_out", True))),
     "bert": ("sequence", ("query", "output.dense"), (("bias", "lora_only"), ("task_type", "SEQ_CLS"))),
     "t5": ("generation", ("q", "o", "wi_0", "wo"), ()),
+    # The base's embedding is in the file, under both of its names.
+    "tied llama": ("causal_lm", ("q_proj", "embed_tokens", "lm_head"), ()),
 }
 
 
 def _case(family: str, layout: str) -> Case:
     head, targets, options = _RECIPES[family]
-    recipe = Recipe(family=family, head=head, adapters=targets, adapter_options=options)
+    config = (("tie_word_embeddings", True),) if "tied" in family else ()
+    recipe = Recipe(
+        family=family.removeprefix("tied "), head=head, config=config, adapters=targets, adapter_options=options
+    )
     return Case(recipe=recipe, layout=layout)
 
 
@@ -57,7 +62,13 @@ def _pieces(boosted: Boosted) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "saved", "loaded"),
-    [("llama", "tp2pp2", "tp2"), ("gpt2", "tp2", "pp2"), ("bert", "pp2", "tp2"), ("t5", "tp2", "dp2")],
+    [
+        ("llama", "tp2pp2", "tp2"),
+        ("gpt2", "tp2", "pp2"),
+        ("bert", "pp2", "tp2"),
+        ("t5", "tp2", "dp2"),
+        ("tied llama", "pp2", "tp2"),
+    ],
 )
 def test_round_trip(family: str, saved: str, loaded: str, tmp_path: Path) -> None:
     case = _case(family, saved)

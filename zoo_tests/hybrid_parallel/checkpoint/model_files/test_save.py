@@ -29,6 +29,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import distributed, run_on_ranks
+from zoo_tests.harness.reference import loss_of
 from zoo_tests.harness.train_sharded import Boosted, boost
 
 HEADS = {"bert": "masked_lm", "llama": "causal_lm", "gpt2": "lm_head"}
@@ -89,6 +90,43 @@ def test_round_trip(family: str, tied: bool, saved: str, loaded: str, size_per_s
     shares = run_on_ranks(2, _load, case.but(layout=loaded), tmp_path)
     found = torch.cat(shares) if loaded == "dp2" else shares[0]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def _shared_by_hand() -> torch.nn.Module:
+    """A weight in two layers (or stages), one in two kinds of layers, and a head that its class does not tie."""
+    model = Recipe(family="llama", head="causal_lm", stages=2, config=(("tie_word_embeddings", False),)).model()
+    first, last = model.model.layers[0], model.model.layers[-1]
+    last.mlp.up_proj.weight, last.self_attn.o_proj.weight = first.mlp.up_proj.weight, first.self_attn.q_proj.weight
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, {"zero_stage": 3}], ids=str)
+@distributed(2)
+def test_weights_shared_by_hand_have_all_their_names(options: dict[str, int], tmp_path: Path) -> None:
+    plain, model, recipe = _shared_by_hand(), _shared_by_hand(), _case("llama", "tp2").recipe
+    batch = recipe.batch(0)
+    loss_of(plain, recipe.zoo_head, batch).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)
+    optimizer.step()
+    booster.save_model(model, tmp_path)
+    reopened, info = type(plain).from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
+    assert not any(info.values()), info
+    torch.testing.assert_close(reopened.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
+    dist.barrier()
+    with torch.no_grad(), model.summon_full_params():
+        for parameter in model.parameters():
+            parameter.normal_()
+    booster.load_model(model, tmp_path)
+    booster.save_model(model, tmp_path / "again")
+    again = {
+        name: value for path in (tmp_path / "again").glob("*.safetensors") for name, value in load_file(path).items()
+    }
+    assert again.keys() == plain.state_dict().keys()
+    torch.testing.assert_close(again, dict(plain.state_dict()), rtol=1e-9, atol=1e-12)
 
 
 def _rest(batch: dict[str, Tensor]) -> dict[str, Tensor]:
