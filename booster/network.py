@@ -8,6 +8,10 @@ import ipaddress
 import socket
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _ANY_PORT = 9  # nothing is sent there
@@ -42,6 +46,44 @@ def address_towards(host: str) -> str | None:
             probe.connect((address, _ANY_PORT))  # asks the kernel for a route
             return str(probe.getsockname()[0])
     return None
+
+
+def address_to_listen(host: str) -> str:
+    """Return this machine's address by which others know it as `host`; "" (all of them) if the name does not say it.
+
+    With Debian's `127.0.1.1 node1`, `node1` stands for other addresses elsewhere.
+    """
+    held = [address for address in addresses_of(host) if is_held(address)]
+    reachable = [address for address in held if not is_loopback(address)]
+    is_own_name = host == socket.gethostname()
+    return next(iter(reachable or ([] if is_own_name else held)), "")
+
+
+def listener(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on one address of this machine, or on all of them for "".
+
+    Raises:
+        OSError: the port is taken.
+    """
+    if address:
+        return socket.create_server((address, port), family=_family(address))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def hold_store(host: str, port: int = 0) -> TCPStore:
+    """Return a new store that listens where `host` says; torch's own listens on all interfaces.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    from torch.distributed import TCPStore
+
+    address = address_to_listen(host)
+    server = listener(address, port)
+    port = server.getsockname()[1]
+    return TCPStore(address or host, port, None, True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
 def name_is_usable() -> bool:

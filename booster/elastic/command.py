@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import os
 import platform
+import secrets
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ from booster.elastic.agent import Agent
 from booster.elastic.leader import Limits
 from booster.elastic.local_ranks import LocalRanks
 from booster.elastic.machine_memory import MachineMemory
-from booster.elastic.rendezvous import Endpoint, Rendezvous
+from booster.elastic.rendezvous import SECRET_VARIABLE, Endpoint, Rendezvous
 from booster.elastic.script_imports import imports_of
 from booster.errors import ConfigurationError
 
@@ -29,6 +30,10 @@ _MAX_RESTARTS = 10
 _SIGNAL_CODE = 128
 _INTERRUPTED = 130
 _NO_JOB = "none"  # torchrun's default of --rdzv-id
+_NO_SECRET = (
+    f"{SECRET_VARIABLE} is not set: whoever reaches the port of --rdzv-endpoint can command the job; set it to the "
+    "same random text on all machines"
+)
 # Options of torchrun that an elastic job does not take, with the values that mean nothing.
 _REFUSED: Mapping[str, tuple] = {
     "no_python": (False,),
@@ -90,7 +95,10 @@ def run_elastic(options: argparse.Namespace, statuses: Path) -> int:
     """
     limits, num_places = limits_of(options), places_of(options)
     endpoints = [Endpoint.parse(each) for each in options.rdzv_endpoint.split(",") if each.strip()]
+    secret = os.environ.get(SECRET_VARIABLE, "") if endpoints else secrets.token_hex()  # no other agent may join
     endpoints = endpoints or [Endpoint("127.0.0.1", _free_port())]
+    if not secret and not all(map(Endpoint.is_of_one_machine, endpoints)):
+        sys.stderr.write(f"note: {_NO_SECRET}\n")
     job_id = options.rdzv_id if options.rdzv_id != _NO_JOB else "elastic"
     argv = [options.training_script, *options.training_script_args]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -99,7 +107,7 @@ def run_elastic(options: argparse.Namespace, statuses: Path) -> int:
         signal.signal(number, _on_signal)
     memory, ranks = MachineMemory(options.snapshot_dir), LocalRanks(argv, options.module, statuses)
     try:
-        rendezvous = Rendezvous(endpoints, job_id, fingerprint_of(options), limits.join_s)
+        rendezvous = Rendezvous(endpoints, job_id, fingerprint_of(options), limits.join_s, secret)
         script = [] if options.module else imports_of(Path(options.training_script))
         ranks.import_modules([*script, *rendezvous.modules()])
         events = "" if options.elastic_log is None else str(options.elastic_log.resolve())

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -45,8 +46,22 @@ class MachineMemory:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a directory until this process ends; return None if another process has locked it."""
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Lock a directory until this process ends; return None if another process has locked it.
+
+    In a directory that everyone writes to, others can plant links and directories with any name.
+
+    Raises:
+        OSError: it is no directory of this user alone.
+    """
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(place)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise PermissionError(f"{folder} belongs to others")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(_LOCK, flags, 0o600, dir_fd=place)
+    finally:
+        os.close(place)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
 import os
 import socket
@@ -16,7 +18,11 @@ import torch.distributed as dist
 
 from booster.elastic.rounds import Decision, Report
 from booster.errors import ConfigurationError
+from booster.network import address_to_listen, hold_store, is_loopback
 
+# Environment variable of the agents: what only the machines of the job know.
+SECRET_VARIABLE = "BOOSTER_ELASTIC_SECRET"
+_SIGNATURE_BYTES = hashlib.sha256().digest_size
 _CONNECT_S = 2.0
 _SILENCE_S = 3.0  # that the machine of the store may not answer
 _POLL_S = 0.1
@@ -53,6 +59,11 @@ class Endpoint:
                     return True
         return False
 
+    def is_of_one_machine(self) -> bool:
+        """Return whether only processes of this machine reach the address."""
+        address = address_to_listen(self.host)
+        return bool(address) and is_loopback(address)
+
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
@@ -78,11 +89,15 @@ def _limit_silence(port: int) -> None:
 class Rendezvous:
     """An agent's connection to the store of its job.
 
+    Any client of a store can read and write it. What agents tell each other is signed (HMAC-SHA256) with the secret,
+    the name of the job and the key, and followed only if the signature is right.
+
     Args:
         endpoints: where the store may be, in order: the first that answers, else the first on this machine.
         job_id: name of the job, which keeps jobs in one store apart.
         fingerprint: what all agents of a job have in common.
         timeout_s: how long to wait for another machine to hold the store.
+        secret: known to the agents of the job alone; "" for none.
 
     Attributes:
         number: number of this agent among all that the store has seen.
@@ -94,9 +109,15 @@ class Rendezvous:
     """
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], job_id: str, fingerprint: Mapping[str, str], timeout_s: float
+        self,
+        endpoints: Sequence[Endpoint],
+        job_id: str,
+        fingerprint: Mapping[str, str],
+        timeout_s: float,
+        secret: str = "",
     ) -> None:
         self._endpoints, self._job_id, self._fingerprint = endpoints, job_id, dict(fingerprint)
+        self._secret = hashlib.sha256(json.dumps([secret, job_id]).encode()).digest()
         self._server: dist.Store | None = None
         self.number, self.leads = 0, False
         self.meet(timeout_s, waits=False)
@@ -147,7 +168,7 @@ class Rendezvous:
         return True
 
     def _check_fingerprint(self, endpoint: Endpoint) -> None:
-        theirs = json.loads(self._store.get(_LEADER))
+        theirs = json.loads(self._read(_LEADER))
         for name, own in self._fingerprint.items():
             if theirs.get(name) != own:
                 raise ConfigurationError(
@@ -157,12 +178,12 @@ class Rendezvous:
 
     def _hold(self, endpoint: Endpoint) -> bool:
         try:
-            self._server = dist.TCPStore(endpoint.host, endpoint.port, None, True, wait_for_workers=False)
+            self._server = hold_store(endpoint.host, endpoint.port)
         except (OSError, dist.DistError):
             return False
         self.leads = True
-        self._server.set(_LEADER, json.dumps(self._fingerprint))
         self._enter(self._server, endpoint)
+        self._write(_LEADER, json.dumps(self._fingerprint))
         self.decide(Decision())
         self._server.set(_JOB, self._job_id)  # the last: now others find all of it
         return True
@@ -173,29 +194,50 @@ class Rendezvous:
 
     # ----- messages; all raise DistError or ConnectionError once the store is lost -----
 
+    def _write(self, key: str, text: str) -> None:
+        self._store.set(key, self._signature(key, text.encode()) + text.encode())
+
+    def _read(self, key: str) -> bytes:
+        text = self._signed(key, self._store.get(key))
+        if text is None:
+            raise ConfigurationError(
+                f"'{key}' in the store at {self.endpoint} is not signed with this machine's {SECRET_VARIABLE}; set the "
+                "same on all machines of the job, and no other process should reach the port"
+            )
+        return text
+
+    def _signed(self, key: str, message: bytes) -> bytes | None:
+        """Return the text of a message; None if no agent of this job has written it."""
+        signature, text = message[:_SIGNATURE_BYTES], message[_SIGNATURE_BYTES:]
+        return text if hmac.compare_digest(signature, self._signature(key, text)) else None
+
+    def _signature(self, key: str, text: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + text, "sha256")
+
     def report(self, report: Report) -> None:
         """Tell the leader the state of this agent."""
-        self._store.set(f"report/{self.number}", report.to_json())
+        self._write(f"report/{self.number}", report.to_json())
 
     def reports(self) -> dict[int, Report]:
         """Return the newest reports of all agents."""
-        numbers = range(1, self._store.add(_COUNT, 0) + 1)
-        there = [number for number in numbers if self._store.check([f"report/{number}"])]
-        texts = self._store.multi_get([f"report/{number}" for number in there]) if there else []
-        return dict(zip(there, map(Report.from_json, texts), strict=True))
+        keys = {number: f"report/{number}" for number in range(1, self._store.add(_COUNT, 0) + 1)}
+        there = {number: key for number, key in keys.items() if self._store.check([key])}
+        messages = self._store.multi_get(list(there.values())) if there else []
+        texts = {number: self._signed(there[number], each) for number, each in zip(there, messages, strict=True)}
+        return {number: Report.from_json(text) for number, text in texts.items() if text is not None}
 
     def tell_modules(self, names: Sequence[str]) -> None:
         """Tell machines that join later which modules ranks import."""
-        self._store.set(_MODULES, json.dumps(list(names)))
+        self._write(_MODULES, json.dumps(list(names)))
 
     def modules(self) -> list[str]:
         """Return the modules that ranks import; none before an agent has told."""
-        return json.loads(self._store.get(_MODULES)) if self._store.check([_MODULES]) else []
+        return json.loads(self._read(_MODULES)) if self._store.check([_MODULES]) else []
 
     def decide(self, decision: Decision) -> None:
         """Tell all agents what to do."""
-        self._store.set(_DECISION, decision.to_json())
+        self._write(_DECISION, decision.to_json())
 
     def decision(self) -> Decision:
         """Return what the leader wants."""
-        return Decision.from_json(self._store.get(_DECISION))
+        return Decision.from_json(self._read(_DECISION))

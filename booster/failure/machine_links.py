@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from booster.failure.failure_report import Failure, ranks_text
 from booster.failure.heartbeat import Heartbeat
-from booster.network import address_towards, is_loopback
+from booster.network import address_towards, is_loopback, listener
 
 _SILENCE = 1 / 7.5  # of the limit of heartbeats: how long the kernel of another machine may be silent
 _PROBE_S = 1
@@ -102,10 +102,10 @@ class MachineLinks:
         if not self._leads:
             return
         if self._listener is None:
-            self._listener = _listener()
-            self._token = secrets.token_bytes(_TOKEN_BYTES)
             own = address_towards(self._store_host) or ""
             host = "" if not own or is_loopback(own) else own  # the store's machine is known by the store's address
+            self._listener = listener(host)
+            self._token = secrets.token_bytes(_TOKEN_BYTES)
             store.set(f"link/{self._own}", f"{host} {self._listener.getsockname()[1]} {self._token.hex()}")
         if self._next is not None and store.check([f"link/{self._next}"]):
             host, port, token = store.get(f"link/{self._next}").decode().split(" ")
@@ -185,9 +185,3 @@ def _silence_s(link: socket.socket) -> float:
     """
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
     return struct.unpack_from("I", info, _LAST_ACK)[0] / 1000
-
-
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))

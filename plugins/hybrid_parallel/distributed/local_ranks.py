@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from booster.errors import ConfigurationError
+from booster.network import hold_store
 
 # Imported once for all ranks: the imports take longer than the work.
 PRELOAD = (
@@ -82,11 +83,9 @@ class LocalRanks:
     def __init__(
         self, world_size: int, *, timeout_s: float, device: str = "cpu", preload: Sequence[str] = PRELOAD
     ) -> None:
-        import torch.distributed as dist
-
         context = fork_server(preload)
         # Not a file: ranks that wait for one poll it, and take the cores from the others.
-        self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self._store = hold_store(_HOST)
         self.processes: list[Any] = []
         self._connections: list[Connection] = []
         self._num_due = [1] * world_size  # results that each rank still owes; the first is that of `_join`

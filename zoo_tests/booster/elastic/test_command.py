@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 
 from booster.cli.run import parser
 from booster.elastic.command import fingerprint_of, is_elastic, limits_of, places_of
+from booster.elastic.machine_memory import MachineMemory
 from booster.elastic.rendezvous import Endpoint, Rendezvous
+from booster.elastic.rounds import END, Decision, Report
 from booster.errors import ConfigurationError
 
 
@@ -42,10 +45,14 @@ def test_endpoints_have_a_host_and_a_port(text: str) -> None:
         Endpoint.parse(text)
 
 
-def test_two_jobs_do_not_mix_at_one_rendezvous(tmp_path: Path) -> None:
+def _free_endpoint() -> Endpoint:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        endpoint = Endpoint("127.0.0.1", probe.getsockname()[1])
+        return Endpoint("127.0.0.1", probe.getsockname()[1])
+
+
+def test_two_jobs_do_not_mix_at_one_rendezvous(tmp_path: Path) -> None:
+    endpoint = _free_endpoint()
     script = tmp_path / "train.py"
     script.write_text("print(1)\n")
     given = parser().parse_args(["--elastic", "--max-ranks", "4", str(script)])
@@ -59,3 +66,49 @@ def test_two_jobs_do_not_mix_at_one_rendezvous(tmp_path: Path) -> None:
         Rendezvous([endpoint], "job", fingerprint_of(given), 5.0)
     with pytest.raises(ConfigurationError, match="has the torch .*, and this machine 1.0; start the same"):
         Rendezvous([endpoint], "job", {"torch": "1.0"}, 5.0)
+
+
+def test_other_processes_neither_command_a_job_nor_reach_it_from_elsewhere() -> None:
+    endpoint = _free_endpoint()
+    leader = Rendezvous([endpoint], "job", {}, 5.0, "secret")
+    member = Rendezvous([endpoint], "job", {}, 5.0, "secret")
+    with pytest.raises(ConnectionRefusedError):  # another address of this machine stands for its other interfaces
+        socket.create_connection(("127.0.0.2", endpoint.port), 5.0)
+    with pytest.raises(ConfigurationError, match="set the same on all machines of the job"):
+        Rendezvous([endpoint], "job", {}, 5.0, "another")
+    member.report(Report(beat=3))
+    client = member._store
+    client.set("report/1", Report(beat=99).to_json())
+    assert leader.reports() == {2: Report(beat=3)}
+    client.set("report/1", client.get("report/2"))  # signed, for another place
+    assert leader.reports() == {2: Report(beat=3)}
+    leader.tell_modules(["json"])
+    assert (member.modules(), member.decision()) == (["json"], Decision())
+    for key, text, read in (
+        ("modules", '["antigravity"]', member.modules),
+        ("decision", Decision(1, END).to_json(), member.decision),
+    ):
+        client.set(key, text)
+        with pytest.raises(ConfigurationError, match=f"'{key}' in the store at {endpoint} is not signed"):
+            read()
+
+
+def test_links_and_directories_of_others_are_left_alone(tmp_path: Path) -> None:
+    target, abandoned = tmp_path / "target", tmp_path / "booster-elastic-killed"
+    planted = [tmp_path / f"booster-elastic-{name}" for name in ("link", "lock", "open")]
+    (tmp_path / "elsewhere").mkdir(0o700)
+    planted[0].symlink_to(tmp_path / "elsewhere")
+    for folder, mode in ((planted[1], 0o700), (planted[2], 0o755), (abandoned, 0o700)):
+        folder.mkdir()
+        folder.chmod(mode)
+    (planted[1] / "lock").symlink_to(target)
+    if os.geteuid() == 0:
+        planted.append(tmp_path / "booster-elastic-owner")
+        planted[-1].mkdir(0o700)
+        os.chown(planted[-1], 12345, 12345)
+    memory = MachineMemory(tmp_path)
+    try:
+        assert not target.exists() and not list((tmp_path / "elsewhere").iterdir())
+        assert all(folder.exists() for folder in planted) and not abandoned.exists()
+    finally:
+        memory.remove()

@@ -8,6 +8,7 @@ is noticed at once, because its socket is closed.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import struct
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from booster.failure.stack_probe import waits_for_ranks
 
 _MESSAGE = struct.Struct("qq")  # tag, number
+_CREDENTIALS = struct.Struct("3i")  # process, user and group
 _COURIERS_LOOK_MS = 100  # how often the courier checks whether the script has ended
 
 
@@ -164,6 +166,9 @@ class Listener:
         connections = {}
         while len(connections) < count:
             connection, _ = self._socket.accept()
+            if not _is_of_this_user(connection):  # names of abstract sockets are listed in /proc
+                connection.close()
+                continue
             connection.settimeout(timeout_s)
             _, rank = _MESSAGE.unpack(connection.recv(_MESSAGE.size))
             connections[rank] = connection
@@ -180,11 +185,19 @@ def connect(token: int, rank: int) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(_name(token))
+        if not _is_of_this_user(connection):
+            raise PermissionError("another user listens there")
         connection.send(_MESSAGE.pack(0, rank))
     except OSError:
         connection.close()
         raise
     return connection
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    """Return whether the process at the other end runs as this one's user."""
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return user == os.geteuid()
 
 
 def _name(token: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.zero.comm.choice import exchange_of
 from plugins.hybrid_parallel.zero.comm.collectives import P2PCollectives, SharedMemoryCollectives, ZeroCollectives
 from plugins.hybrid_parallel.zero.comm.shared_memory import PeerSegment, SharedSegment
-from plugins.hybrid_parallel.zero.comm.signal_sockets import SignalSocket, SignalSockets
+from plugins.hybrid_parallel.zero.comm.signal_sockets import Listener, SignalSocket, SignalSockets, connect
 from zoo_tests.harness.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -84,6 +85,19 @@ def test_numbers_keep_their_order_within_a_tag() -> None:
     for number in range(4):
         here.send(1, number % 2, number)
     assert [there.receive(0, tag) for tag in (1, 0, 0, 1)] == [1, 0, 2, 3]
+
+
+def test_other_users_do_not_connect() -> None:
+    """As if this process were another user's, for the one that connects, then for the one that listens."""
+    listener = Listener(token := secrets.randbits(62))
+    stranger, own = os.geteuid() + 1, os.geteuid()
+    with mock.patch("os.geteuid", return_value=stranger), pytest.raises(PermissionError, match="another user"):
+        connect(token, 1)
+    connect(token, 1)
+    line = connect(token, 2)
+    with mock.patch("os.geteuid", side_effect=[stranger, stranger, own]):  # the first had left before it said a word
+        assert list(listener.accept(1, 5.0)) == [2]
+    line.close()
 
 
 _MANY = 20_000  # more than a socket holds
