@@ -13,6 +13,7 @@ from shardformer.cross_entropy.deferred_logits import LMHeadCall, defer_logits
 from shardformer.distributed.blocks import blocks_of
 from shardformer.layers.linear import ColumnParallelLinear
 from shardformer.layers.replicated_linear import Linear
+from shardformer.utils.customizations import stored_weight
 from shardformer.utils.derived_modules import derive
 from shardformer.utils.structure import remembered
 
@@ -131,7 +132,7 @@ def _deferring_heads(model: nn.Module) -> dict[nn.Module, type[nn.Module]]:
         else:
             head = _output_embeddings(module)
             is_native = head is not None and type(head).forward in (nn.Linear.forward, Linear.forward)
-            if is_native and "forward" not in vars(head):
+            if is_native and "forward" not in vars(head) and stored_weight(head) is not None:
                 heads[head] = _DeferringHead
     heads.pop(model, None)  # a model that is one head keeps its identity
     return heads

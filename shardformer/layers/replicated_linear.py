@@ -51,7 +51,7 @@ def replicated_linear(module: nn.Module) -> nn.Module | None:
     Returns:
         None if `module` is no linear layer of torch or transformers, or has a forward of its own.
     """
-    if "forward" in vars(module) or is_quantised(getattr(module, "weight", None)):
+    if "forward" in vars(module) or is_quantised(module._parameters.get("weight")):
         return None
     if isinstance(module, Linear | Conv1D):
         return module

@@ -28,7 +28,8 @@ def kind_of_layer(module: nn.Module) -> QuantisedWeight | None:
     for layer, _, kind in _KINDS if library is not None else ():
         if isinstance(module, getattr(library, layer)):
             return kind
-    return _TORCHAO_INT8 if isinstance(module, nn.Linear) and _is_torchao_int8(module.weight) else None
+    stored = module._parameters.get("weight")  # to read a parametrized weight may change it
+    return _TORCHAO_INT8 if isinstance(module, nn.Linear) and _is_torchao_int8(stored) else None
 
 
 def is_quantised(parameter: Tensor | None) -> bool:
@@ -84,5 +85,5 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{path}.weight.{name}", tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
-def _is_torchao_int8(weight: Tensor) -> bool:
+def _is_torchao_int8(weight: Tensor | None) -> bool:
     return type(weight).__name__ == "Int8Tensor" and type(weight).__module__.startswith("torchao.")

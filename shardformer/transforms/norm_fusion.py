@@ -8,7 +8,7 @@ from torch import nn
 
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.utils.customizations import carry_over, user_code
+from shardformer.utils.customizations import carry_over, stored_weight, user_code
 from shardformer.utils.forward_syntax import definer, parsed, statements_of
 from shardformer.utils.module_paths import replace_module
 
@@ -38,7 +38,7 @@ def fuse_norms(model: nn.Module) -> None:
 def _fused(module: nn.Module) -> ParallelModule | None:
     if type(module) is nn.LayerNorm:
         return FusedLayerNorm(module) if module.weight is not None else None
-    offset = _offset_of(definer(type(module))) if getattr(module, "weight", None) is not None else None
+    offset = _offset_of(definer(type(module))) if stored_weight(module) is not None else None
     return FusedRMSNorm(module, offset) if offset is not None else None
 
 

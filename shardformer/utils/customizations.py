@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from shardformer.quantised import is_quantised
@@ -67,6 +67,14 @@ def _multiplies_otherwise(definer: type[nn.Module]) -> bool:
     """Return whether a class of transformers is a linear layer whose forward is another one, as of scaled logits."""
     is_theirs = issubclass(definer, nn.Linear) and definer.__module__.startswith("transformers.")
     return is_theirs and definer.__name__ not in _PLAIN_PRODUCTS
+
+
+def stored_weight(module: nn.Module | None) -> Tensor | None:
+    """Return the weight of a module; None if it has none, or a parametrization computes it.
+
+    To read a parametrized weight may change it: spectral norm takes a step of its power iteration.
+    """
+    return None if parametrize.is_parametrized(module, "weight") else getattr(module, "weight", None)
 
 
 def carry_over(native: nn.Module, new: nn.Module) -> None:

@@ -8,13 +8,14 @@ What breaks here first: a parallel layer that takes the place of a changed one. 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from transformers import LlamaForCausalLM
 
 from booster import Booster
@@ -90,6 +91,16 @@ def _change_llama(model: nn.Module, seen: list[Tensor]) -> None:
     last.register_full_backward_hook(lambda _, __, got: seen.append(got[0].norm().detach()))
 
 
+def _parametrize(model: nn.Module, seen: list[Tensor]) -> None:
+    """Weights that are computed from others; each read of a spectral norm changes the next."""
+    first, last = (layer for layer in model.model.layers)
+    for module in (model.model.embed_tokens, model.lm_head, first.mlp.gate_proj):
+        parametrizations.spectral_norm(module)
+    parametrizations.weight_norm(first.mlp.down_proj)
+    parametrizations.orthogonal(first.self_attn.q_proj)
+    weight_norm(last.mlp.gate_proj), spectral_norm(last.mlp.up_proj)  # the old ones, which are hooks
+
+
 def _change_tied(model: nn.Module, seen: list[Tensor]) -> None:
     """The head has the weight of the changed embedding."""
     model.model.embed_tokens.register_forward_hook(lambda _, __, output: output * 2)
@@ -125,6 +136,7 @@ def _repeat(model: nn.Module, seen: list[Tensor]) -> None:
 
 _MODELS: dict[str, tuple[Recipe, Callable[[nn.Module, list[Tensor]], None]]] = {
     "llama": (_LLAMA, _change_llama),
+    "parametrized": (_LLAMA, _parametrize),
     "tied": (_TIED, _change_tied),
     "gpt2": (_GPT2, _change_gpt2),
     "shared": (_LLAMA, _share_by_hand),
@@ -163,9 +175,9 @@ def _train(name: str, options: dict[str, Any] | None, steps: int = 2) -> tuple[d
             booster.execute_pipeline(iter([share]), model, optimizer=optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        model = model.unwrap()
-    named = model.named_parameters(remove_duplicate=False)
-    return {key: (value.detach().clone(), spec_of(value)) for key, value in named}, seen
+    with nullcontext() if options is None else model.summon_full_params():
+        named = model.named_parameters(remove_duplicate=False)
+        return {key: (value.detach().clone(), spec_of(value)) for key, value in named}, seen
 
 
 def _check(name: str, world_size: int, **options: Any) -> list[dict[str, ShardSpec]]:
@@ -197,6 +209,11 @@ def test_changed_layers_under_tensor_parallelism(name: str) -> None:
 )  # fmt: skip
 def test_changed_layers_under_pipelines_and_replicas(name: str, options: dict[str, int]) -> None:
     _check(name, 2, **options)
+
+
+@pytest.mark.parametrize("name", ["parametrized", pytest.param("llama", marks=pytest.mark.slow)])
+def test_changed_layers_of_which_ranks_keep_parts(name: str) -> None:
+    _check(name, 2, dp_size=2, zero_stage=3)
 
 
 def _refused(model: nn.Module, message: str, **options: Any) -> None:

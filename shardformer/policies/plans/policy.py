@@ -60,6 +60,7 @@ from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
 from shardformer.policies.plans.state_space import state_space_styles
 from shardformer.policies.plans.styles import ATTENTION_HEADS, STYLES, local_counts
 from shardformer.shard_spec import divided_share
+from shardformer.utils.customizations import stored_weight
 from shardformer.utils.module_paths import join, path_of, starred
 from shardformer.utils.phrases import divisors_phrase
 
@@ -318,12 +319,12 @@ class PlanPolicy(Policy):
             return cut
         if type(head) is nn.Linear and path_of(self.model, head):
             cut.append((VocabParallelLMHead, head))
-        is_tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
+        is_tied = head is not None and stored_weight(head) is stored_weight(embedding)
         if isinstance(embedding, nn.Embedding) and (cut or not is_tied):
             # An encoder-decoder has several embeddings, each with the weight of the first or of the head; VisualBERT
             # ties another linear layer to it.
-            tied = {id(each.weight) for each in (embedding, *(module for _, module in cut))}
-            same = [each for each in self.model.modules() if id(getattr(each, "weight", None)) in tied]
+            tied = {id(stored_weight(each)) for each in (embedding, *(module for _, module in cut))} - {id(None)}
+            same = [each for each in self.model.modules() if id(stored_weight(each)) in tied]
             cut += [(VocabParallelEmbedding, each) for each in same if isinstance(each, nn.Embedding)]
             cut += [(GatheredLMHead, each) for each in same if type(each) is nn.Linear and each is not head]
         return cut

@@ -14,6 +14,7 @@ from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.proposed.random_draws import with_own_masks
 from shardformer.policies.proposed.recording import Recording, record
 from shardformer.policies.proposed.regions import find_regions
+from shardformer.utils.customizations import stored_weight
 from shardformer.utils.module_paths import starred
 
 Alternatives = list[ProposedPlan]
@@ -72,7 +73,7 @@ def _single(model: nn.Module, recording: Recording) -> dict[str, str]:
     styles = {}
     known = {id(module) for getter in _GETTERS if (module := _asked(model, getter)) is not None}
     for path, module in model.named_modules():
-        weight = getattr(module, "weight", None)
+        weight = stored_weight(module)
         if id(module) in known or not isinstance(weight, Tensor) or owners.get(id(weight)) != 1:
             continue
         is_head = path in recording.outputs.sources and starred(path) == path and type(module) is nn.Linear
