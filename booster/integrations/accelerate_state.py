@@ -13,6 +13,7 @@ from torch import nn
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
+from shardformer.lazy.weight_files import WeightFileError, refuses_code
 
 _STATE = "booster"  # folder of the first model's checkpoint; those of others have a number
 
@@ -135,7 +136,7 @@ class StateFolders:
         for loader, state in zip(self._dataloaders, extra["loaders"], strict=True):
             loader.load_state_dict(state, continues=self.use_stateful_dataloader)
         for index, each in enumerate(objects):
-            each.load_state_dict(torch.load(_custom_file(folder, index), map_location="cpu", weights_only=True))
+            each.load_state_dict(_plain_values(_custom_file(folder, index), str(_custom_file(folder, index))))
 
     def _new_folder(self, output_dir: str | None) -> Path:
         """Return the folder of the next state: the given one, or by automatic naming.
@@ -230,18 +231,16 @@ def _plain_bytes(custom: Any) -> bytes:
     """Return the state of a registered object as a file that can be read without running code."""
     buffer = io.BytesIO()
     torch.save(custom.state_dict(), buffer)
-    _refuse_code(lambda: torch.load(io.BytesIO(buffer.getvalue()), weights_only=True), type(custom).__name__)
+    _plain_values(io.BytesIO(buffer.getvalue()), f"the state_dict() of the registered {type(custom).__name__}")
     return buffer.getvalue()
 
 
-def _refuse_code(read: Callable[[], Any], name: str) -> None:
+def _plain_values(file: Path | io.BytesIO, name: str) -> Any:
     try:
-        read()
-    except Exception as error:
-        raise ConfigurationError(
-            f"the state_dict() of the registered {name} holds more than tensors, numbers, texts and containers of them "
-            f"({str(error).splitlines()[0]}); return plain data"
-        ) from None
+        with refuses_code(name):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except WeightFileError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def _path(folder: Path, index: int) -> Path:

@@ -285,6 +285,12 @@ class WholeState(dict[str, Tensor]):
 class GuardedOptimizer(OptimizerWrapper):
     """Wrapper of an optimizer that refuses unsupported use by other code."""
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigurationError(
+            "an optimizer that boost() returned belongs to its model and process groups, and cannot be copied or "
+            "pickled; use booster.save_optimizer(optimizer, directory), or optimizer.state_dict() for this rank's part"
+        )
+
     def __getattr__(self, name: str) -> Any:
         _refuse_what_has_moved(self, name, "optimizer")
         if name == "_step_supports_amp_scaling":

@@ -37,7 +37,7 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, build_me
 from plugins.hybrid_parallel.elastic.layouts import for_present_ranks
 from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas, share_of_counted
 from plugins.hybrid_parallel.loss.replica_losses import LossKind, loss_and_count, over_replicas
-from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given
+from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given, remember_as_boosted
 from plugins.hybrid_parallel.setup.model import build_model, check_options_against_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer, finish_model
 from plugins.hybrid_parallel.train_step import PipelineStep
@@ -432,6 +432,8 @@ class HybridParallelPlugin(Plugin):
         finish_model(built, self.config, self.grid)
         if not objects.optimizers:
             refuse_backward(built.model)
+        if objects.optimizers or not built.model.is_whole or built.model.gathers:
+            remember_as_boosted(model)
         self._models.append(weakref.ref(built.model))
         return built.model, list(built.model.optimizers)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardformer.lazy.dispatch_mode import DispatchRecorder
 from shardformer.lazy.init_log import undisturbed
-from shardformer.lazy.weight_files import WeightFileError, open_tensors, read_piece
+from shardformer.lazy.weight_files import WeightFileError, open_tensors, read_piece, refuses_code
 from shardformer.shard_spec import ShardSpec
 
 
@@ -105,7 +105,8 @@ class BinTensor:
 
 
 def _load_bin(path: Path) -> dict[str, Tensor]:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    with refuses_code(str(path)):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _tensors_of(path: Path, recorder: DispatchRecorder) -> Iterator[tuple[str, Tensor]]:

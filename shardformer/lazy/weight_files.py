@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,24 @@ BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 class WeightFileError(ValueError):
     """Weight file that cannot be used; the message names the file, the problem and the remedy."""
+
+
+@contextmanager
+def refuses_code(name: str) -> Iterator[None]:
+    """Say what `torch.load(weights_only=True)` refuses in this context; torch's own words advise to run the code.
+
+    Raises:
+        WeightFileError: the file that `name` stands for holds objects of classes, or calls functions.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = "more than plain values" if found is None else f"'{found[1]}'"
+        raise WeightFileError(
+            f"{name} holds {what}, whose code would run when it is read; keep tensors, numbers, texts and containers "
+            "of them in it"
+        ) from None
 
 
 def weight_files(directory: Path) -> dict[str, Path]:

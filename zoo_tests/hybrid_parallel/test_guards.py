@@ -62,6 +62,13 @@ def _wrap(layout: str) -> None:
     _refuses("torch.compile cannot trace", torch.compile, model, backend="eager")
     _refuses("torch.compile cannot trace", model.compile)
     _refuses("boost a model once", boosted.booster.boost, model)
+    plain = model.unwrap()
+    _refuses("that was boosted before; boost a model once", boosted.booster.boost, plain)
+    _refuses(r"boosted before \(at model\)", boosted.booster.boost, _AroundIt(plain))
+    for copied in (copy.deepcopy, pickle.dumps):
+        _refuses(r"cannot be copied or pickled; use booster.save_optimizer", copied, optimizer)
+    with torch.device("meta"):
+        _refuses("default device of torch is 'meta'", boosted.booster.boost, nn.Linear(2, 2))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     _refuses("precision='fp16'", scaler.step, optimizer)

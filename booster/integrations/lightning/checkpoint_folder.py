@@ -13,6 +13,7 @@ from torch import nn
 from booster.booster import Booster
 from booster.errors import ConfigurationError
 from booster.integrations.lightning.optimizers import boosted_in
+from shardformer.lazy.weight_files import WeightFileError, refuses_code
 
 _STATE, _FILE, _FURTHER = "booster", "lightning.ckpt", "optimizer_{}"
 
@@ -71,7 +72,11 @@ class CheckpointFolder:
                 f"{folder} {problem}; give the folder that trainer.save_checkpoint() or fabric.save() wrote, or load "
                 "weights into the model before training, without ckpt_path"
             )
-        return self.io.load_checkpoint(folder / _FILE, weights_only=weights_only)
+        try:
+            with refuses_code(str(folder / _FILE)):
+                return self.io.load_checkpoint(folder / _FILE, weights_only=weights_only)
+        except WeightFileError as error:
+            raise ConfigurationError(str(error)) from None
 
     def load(self, path: Any, model: nn.Module | None, optimizers: Sequence[Any]) -> None:
         """Load the states of a model and its optimizers.

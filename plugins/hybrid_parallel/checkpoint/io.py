@@ -84,8 +84,15 @@ class HybridParallelCheckpointIO(CheckpointIO):
             directory: output directory.
             size_per_shard: maximum size of one file.
             dtype: dtype of the weights in the files; None for that of the model.
+
+        Raises:
+            ConfigurationError: an argument is invalid.
         """
         check_boosted({"model": model})
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigurationError(
+                f"dtype={dtype!r} is no floating-point dtype of torch, to which weights are rounded; use torch.bfloat16"
+            )
         if has_adapters(model.unwrap()):
             save_adapter_files(model, self.mesh, Path(directory), dtype)
         else:

@@ -84,6 +84,9 @@ class LossChoice:
         adds_routers = routers_are_asked(self.model, batch)
         are_spread = adds_routers and self._routers_are_spread(microbatches, is_known=reason is None)
         if reason is not None:
+            if any(self.mesh.size(axis) > 1 for axis in ("pp", "dp", "cp", "tp")):
+                name = type(self.model).__name__
+                log_once(name, f"computes its loss itself, of whole logits and as a mean over samples: {reason}")
             return ModelStepLoss(microbatches, self.mesh, batch, reason, self.main_input)
         loss = HeadStepLoss(microbatches, self.mesh, self.head_loss, batch, self.axis, adds_routers and not are_spread)
         if are_spread:
@@ -137,9 +140,6 @@ class LossChoice:
                 f"{reason}, which would find parts of sequences under cp_size={self.axis.size}; use cp_size=1, "
                 "or pass a criterion"
             )
-        if reason is not None and any(self.mesh.size(axis) > 1 for axis in ("pp", "dp", "cp", "tp")):
-            name = type(self.model).__name__
-            log_once(name, f"computes its loss itself, of whole logits and as a mean over samples: {reason}")
         return reason
 
     @cached_property

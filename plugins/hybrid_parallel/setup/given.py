@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ from booster.wrappers import ModelWrapper, OptimizerWrapper
 
 _logger = get_logger(__name__)
 _COMPILED = "_orig_mod"  # attribute in which torch.compile keeps the original module
+_BOOSTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were given, and changed
 
 
 def model_as_given(model: nn.Module) -> nn.Module:
@@ -25,9 +27,19 @@ def model_as_given(model: nn.Module) -> nn.Module:
     """
     if isinstance(model, ModelWrapper):
         raise ConfigurationError("boost() got a model that boost() has returned before; boost a model once")
+    if torch.empty(0).device.type == "meta":
+        raise ConfigurationError(
+            "the default device of torch is 'meta', on which what boost() makes has no values; leave the context of "
+            'torch.device("meta"), or call torch.set_default_device(None); build large models in LazyInitContext'
+        )
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     engines = (DistributedDataParallel, DataParallel, *([fsdp] if fsdp else []))
     for path, module in model.named_modules():
+        if module in _BOOSTED:
+            raise ConfigurationError(
+                f"boost() got a model that was boosted before{f' (at {path})' if path else ''}; boost a model once, "
+                "and use what boost() returned"
+            )
         if isinstance(module, engines):
             raise ConfigurationError(
                 f"boost() got a model in {type(module).__name__}{f' (at {path})' if path else ''}; leave that out: "
@@ -47,6 +59,11 @@ def model_as_given(model: nn.Module) -> nn.Module:
             "each rank's share on its device"
         )
     return _without_compiler(model)
+
+
+def remember_as_boosted(model: nn.Module) -> None:
+    """Have later calls of `boost` refuse a model that this one has changed."""
+    _BOOSTED.add(model)
 
 
 def check_optimizers_as_given(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -118,6 +119,11 @@ def test_a_model_that_computes_its_own_loss() -> None:
     batch = global_batch(0)
     expected = mean_square(plain(batch["x"]), batch)
     expected.backward()
+    with mock.patch("plugins.hybrid_parallel.loss.choice.log_once") as logged:
+        assert model(**{"x": share_of(batch)["x"]})["loss"] is None and not logged.called
+        model(**share_of(batch))
+        assert logged.call_args.args[1].startswith("computes its loss itself")
+    optimizer.zero_grad()
     found = booster.execute_pipeline(iter([share_of(batch)]), model, optimizer=optimizer).loss
     torch.testing.assert_close(found, expected.detach(), **EXACT)
     for name, gradient in optimizer.full_gradients().items():

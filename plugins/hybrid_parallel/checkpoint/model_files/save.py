@@ -305,7 +305,7 @@ def _bytes(size: str) -> int:
     Raises:
         ConfigurationError: the string is not a size.
     """
-    number, unit = size[:-2].strip(), size[-2:].upper()
+    number, unit = (size[:-2].strip(), size[-2:].upper()) if isinstance(size, str) else ("", "")
     if unit not in _UNITS or not number.replace(".", "", 1).isdigit():
-        raise ConfigurationError(f"size_per_shard='{size}' is not a size; use for example '5GB' or '500MB'")
+        raise ConfigurationError(f"size_per_shard={size!r} is not a size; use for example '5GB' or '500MB'")
     return int(float(number) * _UNITS[unit])

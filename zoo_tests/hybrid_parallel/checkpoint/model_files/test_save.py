@@ -237,8 +237,14 @@ def test_saving_to_where_a_file_is_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="file"):
         boosted.booster.save_model(boosted.model, tmp_path / "file")
-    with pytest.raises(ConfigurationError, match="size_per_shard='many' is not a size; use for example '5GB'"):
-        boosted.booster.save_model(boosted.model, tmp_path / "model", size_per_shard="many")
+    for name, value, message in (
+        ("size_per_shard", "many", "size_per_shard='many' is not a size; use for example '5GB'"),
+        ("size_per_shard", 5, "size_per_shard=5 is not a size; use for example '5GB'"),
+        ("dtype", "bf16", "dtype='bf16' is no floating-point dtype of torch.*use torch.bfloat16"),
+        ("dtype", torch.int8, "dtype=torch.int8 is no floating-point dtype of torch"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            boosted.booster.save_model(boosted.model, tmp_path / "model", **{name: value})
 
 
 # ----- what goes wrong while saving -----
