@@ -20,6 +20,7 @@ from plugins.hybrid_parallel.boosted.whole_model import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed import mesh as meshes
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
+from plugins.hybrid_parallel.loss.step_loss import CriterionStepLoss
 from plugins.hybrid_parallel.pipeline import p2p
 from plugins.hybrid_parallel.planner.proxy_model import give_memory, quiet
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
@@ -130,7 +131,11 @@ def stand_ins(headers: list[p2p.Specs]) -> Iterator[None]:
         # Agreement between ranks is on the host.
         GradientReducer: {"_agree_on_used": _on_host(GradientReducer._agree_on_used)},
         boosted_model: {"check_tied": _on_host(boosted_model.check_tied)},
-        batch_split: {"agreed_microbatches": _on_host(batch_split.agreed_microbatches)},
+        batch_split: {
+            "agreed_microbatches": _on_host(batch_split.agreed_microbatches),
+            "is_known_to_all": lambda is_known, group: is_known,
+        },
+        CriterionStepLoss: {"_rows_of_all": lambda loss: [sum(loss.rows), 0]},
         FakeTensor: {"data_ptr": _address},
         # Tensors of numbers, and indices in lists, are made on the host and then copied, which is counted.
         FakeTensorMode: {"avoid_device_init": True},

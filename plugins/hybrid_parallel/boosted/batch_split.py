@@ -101,10 +101,11 @@ class BatchSplitter:
         rows = self.model.options.rows_of(batch)
         if self.model.units is None and not self._may_be_cut:
             return 1 if rows is None else rows
-        is_unknown = torch.tensor(rows is None, dtype=torch.int32)  # on the CPU, as it is read at once
         if self.mesh.size("dp") > 1 and self.model.batches_seen <= FIRST_STEPS:
-            dist.all_reduce(is_unknown, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"))
-        if is_unknown:
+            agrees = is_known_to_all(rows is not None, self.mesh.group("dp"))
+        else:
+            agrees = rows is not None
+        if not agrees:
             raise unknown_rows(batch)
         return rows
 
@@ -162,3 +163,10 @@ class BatchSplitter:
                 f"the batch has {units} samples, fewer than num_microbatches={least}; "
                 f"use batches of {least} or more, or num_microbatches={max(units, 1)}"
             )
+
+
+def is_known_to_all(is_known: bool, group: dist.ProcessGroup) -> bool:
+    """Return whether all replicas know something."""
+    known = torch.tensor(is_known, dtype=torch.int32)  # on the CPU, as it is read at once
+    dist.all_reduce(known, op=dist.ReduceOp.MIN, group=group)
+    return bool(known)

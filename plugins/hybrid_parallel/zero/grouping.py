@@ -244,7 +244,8 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         (f"{path}.{name}".lstrip("."), value)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, Tensor)
+        # The old weight norm and spectral norm compute the attribute from its parameter in each forward.
+        if isinstance(value, Tensor) and f"{name}_orig" not in module._parameters
     )
     seen: set[int] = set()
     for name, tensor in chain(model.named_parameters(), model.named_buffers(), attributes):

@@ -87,8 +87,8 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
     # Lightning
     "shares of Lightning not weighed": Edit(
         "plugins.hybrid_parallel.loss.replica_losses",
-        "return grad * ctx.weight if ctx",
-        "return grad if ctx",
+        "return ctx.losses.weigh(grad, ctx.weight), None, None",
+        "return grad, None, None",
         (f"{_FITS}[own-loss-dp2]", f"{_FABRIC}::test_what_a_script_uses_around_its_loop[dp2]"),
     ),
     "outputs that a pipeline fetched not weighed": Edit(

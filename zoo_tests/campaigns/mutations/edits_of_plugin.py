@@ -207,8 +207,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "means of micro-batches weigh alike": Edit(
         "plugins.hybrid_parallel.loss.step_loss",
-        "value = value * num_rows(microbatch)",
-        "value = value * num_rows(self.microbatches[0])",
+        "value = value * self.rows[index]",
+        "value = value * self.rows[0]",
         (f"{_UNEQUAL}[mean_square-7-1]",),
     ),
     "gradient of routers by the choices of one stage": Edit(
@@ -231,7 +231,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "loss of the model itself not weighted by samples": Edit(
         "plugins.hybrid_parallel.loss.step_loss",
-        "share_of_mean(loss, num_rows(self.microbatches[index]), self.global_rows)",
+        "share_of_mean(loss, self.rows[index], self.global_rows)",
         "loss / len(self.microbatches)",
         (f"{_STEP_LOSS}::test_a_model_that_computes_its_own_loss",),
     ),
