@@ -102,10 +102,7 @@ class Booster:
             ConfigurationError: the loss is neither; it is of another form on another replica, or than those that
                 `no_sync` has accumulated.
         """
-        if by_rows:
-            self.plugin.backward(loss, optimizer)
-        else:
-            self.plugin.backward(loss, optimizer, by_rows=False)
+        self.plugin.backward(loss, optimizer, by_rows)
 
     def execute_pipeline(
         self,

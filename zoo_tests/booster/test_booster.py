@@ -38,7 +38,7 @@ class SingleProcessPlugin(Plugin):
             criterion=objects.criterion,
         )
 
-    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer, by_rows: bool = True) -> None:
         (loss * self.factor).backward()
 
     def execute_pipeline(
