@@ -67,13 +67,6 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
             kwargs["synced_gpus"] = True  # tokens of the other ranks may need experts of this one
         return type(runner).generate(runner, *args, **kwargs)
 
-    def has_unfinished(self: nn.Module, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        if not synced_gpus or config.expert_parallel_size == 1:
-            return type(self)._has_unfinished_sequences(self, this_peer_finished, synced_gpus, device)
-        unfinished = torch.tensor(int(not this_peer_finished), device=device)
-        dist.all_reduce(unfinished, dist.ReduceOp.MAX, group=config.expert_parallel_process_group)
-        return bool(unfinished)
-
     def criteria(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         runner = vars(self).get(_RUNNER, self)
         found = type(runner)._get_stopping_criteria(runner, *args, **kwargs)
@@ -82,8 +75,29 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
     model.generate = generate.__get__(model)
     if hasattr(model, "_get_stopping_criteria"):
         model._get_stopping_criteria = criteria.__get__(model)
-    if hasattr(model, "_has_unfinished_sequences"):
-        model._has_unfinished_sequences = has_unfinished.__get__(model)
+    if config.expert_parallel_size > 1 and hasattr(model, "_has_unfinished_sequences"):
+        _go_on_for_others(model, config.expert_parallel_process_group)
+
+
+def _go_on_for_others(model: nn.Module, experts: ProcessGroup) -> None:
+    """Let a rank whose texts have ended call the model, as long as ranks with the same experts write theirs."""
+    ended = False
+
+    def has_unfinished(self: nn.Module, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        nonlocal ended
+        ended = this_peer_finished
+        unfinished = torch.tensor(int(not ended), device=device)
+        dist.all_reduce(unfinished, dist.ReduceOp.MAX, group=experts)
+        return bool(unfinished)
+
+    def update(self: nn.Module, outputs: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        # Without a cache the ended texts are passed again, and their mask may not outgrow them.
+        if ended and not model_kwargs.get("use_cache"):
+            return model_kwargs
+        return type(self)._update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs)
+
+    model._has_unfinished_sequences = has_unfinished.__get__(model)
+    model._update_model_kwargs_for_generation = update.__get__(model)
 
 
 def decided_first(criteria: Any, *groups: ProcessGroup) -> Any:
