@@ -24,6 +24,7 @@ from shardformer.utils.source import names_read_by, syntax_of
 # Kinds of layers, as configurations name them, that mix tokens in attention alone.
 # Indexed attention (DeepSeek-V3.2) selects tokens behind the mask.
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
+_ATTENTIONS |= {"deepseek_sparse_attention"}  # as transformers 5.17 calls indexed attention
 _MASK = re.compile(r"create_\w*mask")
 _MASK_FUNCTION = re.compile(rf"{_MASK.pattern}\w*|mask_\w+")  # by its own name, or one of a variable
 _POSITIONS = "position_ids"
