@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.attention.registry import uses_registry
 from shardformer.utils.derived_modules import derive, replace_modules
 
 
@@ -104,6 +105,8 @@ def route_own_attention(model: nn.Module, classes: Mapping[str, type[OwnAttentio
     for module in model.modules():
         methods = classes.get(type(module).__name__)
         if methods is None or isinstance(module, OwnAttention) or not methods.serves(model.config):
+            continue
+        if uses_registry(module):  # in this release of transformers
             continue
         module.config = copy.deepcopy(model.config)  # the model's own name stays: it chooses the model's masks
         module.config._attn_implementation = "sdpa"

@@ -272,7 +272,8 @@ def _relative(found: numpy.ndarray, expected: numpy.ndarray, scale: numpy.ndarra
     if found.shape != expected.shape:
         return _LOST
     gap = float(numpy.abs(found - expected).max(initial=0.0))
-    return gap / max(float(numpy.abs(scale).max(initial=0.0)), floor) if gap == gap else _LOST
+    size = max(float(numpy.abs(scale).max(initial=0.0)), floor)
+    return gap and (gap / size if size and gap == gap else _LOST)
 
 
 def _relative_loss(found: float, expected: float) -> float:

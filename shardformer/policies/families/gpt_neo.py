@@ -50,7 +50,7 @@ class GPTNeoPolicy(Policy):
                 sub_module_replacement=[
                     *rules.column("q_proj", "k_proj", "v_proj", num_heads=heads),
                     *rules.row("out_proj", num_heads=heads),
-                    *rules.region_dropout("attn_dropout"),
+                    *rules.region_dropout("attn_dropout?"),
                     *rules.residual_dropout("resid_dropout"),
                 ],
                 gathers_sequence=True,
@@ -65,7 +65,10 @@ class GPTNeoPolicy(Policy):
 
 
 class GPTJPolicy(GPTNeoPolicy):
-    """Policy for GPT-J. Attention and feed-forward read the same norm, and the head has a bias."""
+    """Policy for GPT-J. Attention and feed-forward read the same norm, and the head has a bias.
+
+    Since transformers 5.24 its attention uses the registry, and has no module of dropout.
+    """
 
     family, prefix = "gptj", "GPTJ"
     supports_ulysses = True
