@@ -293,6 +293,7 @@ _INPUTS: Mapping[str, Maker] = {
     "LxmertForPreTraining/ans": _draw(8, -1),
     "LxmertForQuestionAnswering/labels": _draw(8, -1),
     "moonshine/input_values": _noise(-1, 2000),
+    "omniasr_ctc/input_values": _noise(-1, 1, 500),
     "moonshine_streaming/input_values": _noise(-1, 640),
     **dict.fromkeys(("musicgen/labels", "musicgen_melody/labels"), _draw_above(3, 90, -1, 7, 4)),
     **dict.fromkeys(("MusicgenForCausalLM/input_ids", "MusicgenMelodyForCausalLM/input_ids"), _nothing),

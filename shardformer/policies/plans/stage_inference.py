@@ -70,7 +70,7 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
         return None
     first: dict[str, type[StagePlaceholder]] = {}
     last: list[str] = []
-    every: list[str] = []  # parameters that modules own directly: class tokens, layer weights
+    every: list[str] = []  # also parameters that modules own directly: class tokens, layer weights
     parts, features = layers.split("."), feature_modules(model, [layers])
     for depth in range(len(root.split(".")) if root else 0, len(parts)):
         parent = ".".join(parts[:depth])
@@ -79,6 +79,8 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageL
         for name, module in with_parameters(model.get_submodule(parent)):
             if name == parts[depth]:
                 seen = True
+            elif "rotary" in name:  # whose learned frequencies all layers read (Mistral Large 4)
+                every.append(_below(parent, name))
             elif (seen and _below(parent, name) not in features) or name == "pooler":
                 last.append(_below(parent, name))
             else:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardformer.loss.heads import own_loss
 from shardformer.loss.text import sequence_classification
 from shardformer.policies.plans.declared import DeclaredPlan
-from shardformer.stages.stage import Received, ReceivedPatches, StagePlaceholder, ZeroEmbedding
+from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedPatches, StagePlaceholder, ZeroEmbedding
 
 
 class ReceivedChannels(StagePlaceholder):
@@ -183,6 +183,12 @@ PLANS = {
     "hubert": _sound(_SELF_ATTENTION, Received),
     "ijepa": _VIT,
     "metaclip_2": _CLIP,
+    "omniasr_ctc": replace(
+        _sound(_SELF_ATTENTION, Received),
+        layers="audio_tower.layers",
+        first={"audio_tower.subsampling": Received, "audio_tower.encode_positions": IdentityPlaceholder},
+        every=(),
+    ),
     "siglip": _CLIP,
     "siglip2": _CLIP,
     "timesformer": DeclaredPlan(
