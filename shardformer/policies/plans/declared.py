@@ -165,7 +165,8 @@ class DeclaredPlan:
             layout = chain_layout(model, chain)
         else:
             named = next(iter(chain), None)
-            layout = stage_layout(model, named or layer_paths(model, self.styles_of(model)))
+            path = named or layer_paths(model, self.styles_of(model))
+            layout = stage_layout(model, path, runs_once=callable(self.pipelined))  # which has looked
         if layout is None:
             return None
         return self._corrected(layout, model, self.changes_shapes)

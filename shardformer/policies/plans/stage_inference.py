@@ -57,16 +57,16 @@ def layer_paths(model: nn.Module, plan: Mapping[str, str]) -> str | None:
     return max(sizes, key=sizes.__getitem__) if sizes else None
 
 
-def stage_layout(model: nn.Module, layers: str | None, root: str = "") -> StageLayout | None:
+def stage_layout(model: nn.Module, layers: str | None, root: str = "", runs_once: bool = False) -> StageLayout | None:
     """Build a layout for the layer list `layers`, assuming that modules run in registration order.
 
     Modules registered before the list, on any level, run before it, and so do those that turn images or sounds into
     embeddings (`feature_modules`); other modules registered after it run after it. Modules without parameters (rotary
     tables) stay on every stage. A pooler, and the modules of a head class outside its base model, run after the layers
     regardless of their order. Only modules below `root` are considered. None if there are no layers, or if they run
-    several times in a pass.
+    several times in a pass, unless a declaration says that they run once.
     """
-    if layers is None or len(model.get_submodule(layers)) == 0 or _run_again(model, layers):
+    if layers is None or len(model.get_submodule(layers)) == 0 or (not runs_once and _run_again(model, layers)):
         return None
     first: dict[str, type[StagePlaceholder]] = {}
     last: list[str] = []

@@ -32,6 +32,7 @@ from shardformer.policies import head_losses as losses
 from shardformer.policies import registry
 from shardformer.policies.families.bert import BertPolicy
 from shardformer.policies.families.llama import LlamaPolicy
+from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.stage_inference import stage_layout
 from shardformer.stages.stage import Received
 from zoo_tests.zoo import FAMILIES
@@ -154,6 +155,9 @@ class TestStages:
     @pytest.mark.parametrize(("cls", "is_cut"), [(RunsAgain, False), (RunsChunks, True), (Base, True)])
     def test_layers_that_run_several_times_are_not_cut(self, cls: type[nn.Module], is_cut: bool) -> None:
         assert (stage_layout(cls(), "blocks") is not None) == is_cut
+        # A plan looks at how often its model does it: a Perceiver of one block runs its layers once.
+        pipelined = DeclaredPlan({}, layers="blocks", pipelined=lambda model: cls is not Base)
+        assert (pipelined.stages_of(cls()) is not None) == (cls is not Base)
 
     def test_a_module_without_a_stage_is_named(self) -> None:
         layout = StageLayout(layers="blocks", first={"embed": Received})
