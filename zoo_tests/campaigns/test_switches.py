@@ -19,6 +19,7 @@ _CASES = [
     ("deberta", "DebertaForMaskedLM", Switch(("legacy",), False), "tp2pp2"),  # the head reads the embedding
     ("diffllama", "DiffLlamaForCausalLM", Switch(("num_key_value_heads",), 2), "tp2"),  # in pairs
     ("lfm2_moe", "Lfm2MoeForCausalLM", Switch(("conv_bias",), False), "tp2"),
+    ("detr", "DetrForObjectDetection", Switch(("position_embedding_type",), "learned"), "pp2"),
     ("wav2vec2_bert", "Wav2Vec2BertForCTC", Switch(("position_embeddings_type",), "rotary"), "tp2"),  # whole states
 ]
 
@@ -31,3 +32,17 @@ def test_a_switch_trains_like_plain_training(family: str, name: str, switch: Swi
     found = subject_of(family, [HeadClass(family, name)])
     assert found is not None and switch in switches_of(found[1].case.tiny_model.config, source_of(found[0]))
     assert judge(found[1], found[0], switch, [layout]) == {layout: EXACT}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name", "switch"),
+    [
+        ("dpt", "DPTForDepthEstimation", Switch(("readout_type",), "add")),  # lacks a list of layers
+        ("hubert", "HubertForSequenceClassification", Switch(("use_weighted_layer_sum",), True)),
+    ],
+)
+def test_stages_of_another_configuration_are_not_taken(family: str, name: str, switch: Switch) -> None:
+    found = subject_of(family, [HeadClass(family, name)])
+    assert found is not None
+    assert "cannot be cut into pipeline stages" in (judge(found[1], found[0], switch, ["pp2"]) or {})["pp2"]

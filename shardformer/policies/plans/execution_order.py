@@ -64,7 +64,7 @@ class ExecutionOrder:
         return ExecutionOrder(**found)
 
     def layout(self, model: nn.Module) -> StageLayout | None:
-        """Return the stage layout of a model; None if it lacks the layer lists."""
+        """Return the stage layout of a model; None if it lacks one of the layer lists, and runs in another order."""
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
         def name(path: str) -> str:
@@ -72,7 +72,7 @@ class ExecutionOrder:
 
         paths = [path for path, module in model.named_modules() if name(path) in self.layers and len(module)]
         lists = sorted(paths, key=lambda path: self._key(path, prefix))
-        if not lists:
+        if {name(path) for path in lists} != set(self.layers):
             return None
         starts = [self._key(path, prefix) for path in lists]
         found = [self._of_list(path, self.layers[name(path)]) for path in lists]

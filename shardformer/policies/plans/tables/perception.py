@@ -80,6 +80,8 @@ def _sound(attention: Mapping[str, str], projection: type[StagePlaceholder], **o
         # Runs before the layers in base models, after the layers in large ones.
         every=("encoder.layer_norm",),
         needs={"layerdrop": 0.0},
+        # A head with learned weights of layers reads the outputs of all of them.
+        pipelined=lambda model: not getattr(model.config, "use_weighted_layer_sum", False),
         **options,
     )
 
