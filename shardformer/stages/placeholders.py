@@ -272,8 +272,8 @@ class UnreachablePlaceholder(StagePlaceholder):
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise a RuntimeError: the pass should have ended before."""
         raise RuntimeError(
-            f"the module '{self.path}' lives on another pipeline stage; the StageLayout of the family does not know that "
-            "this configuration reads it here; use pp_size=1"
+            f"the module '{self.path}' lives on another pipeline stage; the StageLayout of the family does not know "
+            "that this configuration reads it here; use pp_size=1"
         )
 
 
