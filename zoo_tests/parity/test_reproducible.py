@@ -119,8 +119,9 @@ class _Normed(Toy):
 
 @distributed(2)
 def test_what_does_not_hold_is_refused_on_all_ranks() -> None:
-    normed, model = _Normed(), toy()
+    normed, model, double = _Normed(), toy().float(), toy()
     cases = [
+        (double, torch.optim.SGD(double.parameters(), lr=0.1), "is in float64, .*; use model.float\\(\\)"),
         (normed, torch.optim.SGD(normed.parameters(), lr=0.1), "norm is a BatchNorm1d, whose running statistics"),
         (model, Lamb(model.parameters()), "Lamb updates a value from other values of its parameter"),
     ]
@@ -129,7 +130,7 @@ def test_what_does_not_hold_is_refused_on_all_ranks() -> None:
             Booster(plugin=HybridParallelPlugin(reproducible=True)).boost(each, optimizer)
     hooked = recipe_of("llama", "fp32", 1).model()
     hooked.model.layers[0].register_forward_hook(lambda *_: None)
-    for each, why in ((toy(), ""), (hooked, "model.layers.0 has .* a part of each sequence")):
+    for each, why in ((toy().float(), ""), (hooked, "model.layers.0 has .* a part of each sequence")):
         plugin = HybridParallelPlugin(reproducible=True, reproducible_sequence_blocks=2)
         said = f"reproducible_sequence_blocks=2 cannot divide the sequences of {type(each).__name__}: .*{why}"
         with pytest.raises(ConfigurationError, match=said) as caught:

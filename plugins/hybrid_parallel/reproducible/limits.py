@@ -43,6 +43,11 @@ def check_reproducible(
             "reproducible=False"
         )
     _pin_kernels(device)
+    if double := next((name for name, each in model.named_parameters() if each.dtype == torch.float64), None):
+        raise ConfigurationError(
+            f"{double} is in float64, and reproducible=True adds up gradients on a grid of fp32 values; use "
+            "model.float(), or reproducible=False"
+        )
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise ConfigurationError(
