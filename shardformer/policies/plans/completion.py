@@ -67,7 +67,9 @@ class Completion:
             return False
         counts = self.derived.local_values(at, owner, 1).values()
         is_even = not any(count % policy.tp_size for count in counts)
-        return is_even and _has_whole_heads(owner, name, styles[path], policy)
+        # Keys whose channels are convolved behind their projection are divided, and cannot be copied.
+        is_convolved = any(each.startswith(f"{at}.") and styles[each] == "first_dim" for each in styles)
+        return is_even and _has_whole_heads(owner, name, styles[path], policy, () if is_convolved else _COPIED)
 
 
 @cache
@@ -104,7 +106,7 @@ def _norms_all_heads(owner: nn.Module) -> bool:
     return isinstance(getattr(owner, "head_dim", None), int) and bool(sizes - {owner.head_dim})
 
 
-def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: HeadCounts) -> bool:
+def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: HeadCounts, may_be_copied: Sequence[str]) -> bool:
     """Return whether each rank gets whole heads of a projection; true for what is not one to attention heads."""
     module = getattr(owner, name, None)
     if style not in COLUMNS or not isinstance(module, nn.Module) or not is_linear(module):
@@ -118,5 +120,5 @@ def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: HeadCounts
         return True
     if isinstance(head_dim, int) and features % head_dim == 0:
         heads = features // head_dim
-    is_copied = style == "colwise" and name in _COPIED and policy.tp_size % heads == 0
+    is_copied = style == "colwise" and name in may_be_copied and policy.tp_size % heads == 0
     return heads % policy.tp_size == 0 or is_copied
