@@ -413,9 +413,13 @@ class PlanPolicy(Policy):
             module = getattr(owner, name)
             if self.plan[starred(join(path, name))] != "colwise" or not isinstance(module, nn.Linear):
                 continue
+            can_copy = name in ("k_proj", "v_proj")
+            if name == "linear":  # a projection inside of a module of its own (Moshi)
+                path, _, name = path.rpartition(".")
+                owner = self.model.get_submodule(path)
             count = self.heads_of(owner, name, module.out_features)
             is_shared_out = count is None or count % self.tp_size == 0
-            is_copied = name in ("k_proj", "v_proj") and count is not None and self.tp_size % count == 0
+            is_copied = can_copy and count is not None and self.tp_size % count == 0
             if not is_shared_out and not is_copied:
                 problems[count] = f"tp_size={self.tp_size} does not divide the {count} heads of '{path}.{name}'"
         return [f"{problem}; use {divisors_phrase(count)}" for count, problem in problems.items()]
