@@ -54,12 +54,7 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
 
     Raises:
         ConfigurationError: if the plugin is missing, accelerate is too old, or an option cannot hold under a layout.
-
-    Attributes:
-        losses_by_rows: whether replicas count by the rows of their shares in means of the script's own.
     """
-
-    losses_by_rows = True
 
     def __init__(self, plugin: Plugin | str | None = None, **options: Any) -> None:
         if plugin is None:
@@ -86,6 +81,7 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
     @property
     def num_processes(self) -> int:
         """Number of data-parallel replicas."""
+        self.losses_by_rows = False
         return self.replicas.size
 
     @property
@@ -181,6 +177,8 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
             boosted, *made = self.booster.boost(model, *own) if own else (self.booster.boost(model),)
             if head is not None:
                 head.attach(boosted)
+            if self.replicas.size > 1:
+                self._watch_losses_of(boosted)
             prepared[id(model)] = self._register_model(boosted)
             for given, each in zip(own, made, strict=True):
                 prepared[id(given)] = self._register_optimizer(each, boosted)
@@ -199,6 +197,24 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
         return optimizer
 
     # ----- the loop -----
+
+    def _watch_losses_of(self, model: nn.Module) -> None:
+        model.register_forward_hook(self._as_of_processes, with_kwargs=True)
+
+    def _as_of_processes(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> Any:
+        """Return a model's outputs as a loop of several processes expects them.
+
+        Such a loop multiplies a loss that is divided by `num_items_in_batch`, the items of all processes, by their
+        number. So it is the mean over replicas of their parts here; the model returns their sum.
+        """
+        self.losses_by_rows = True
+        if kwargs.get("num_items_in_batch") is None:
+            return outputs
+        if isinstance(outputs, tuple):
+            return (outputs[0] / self.replicas.size, *outputs[1:])
+        if outputs.get("loss") is not None:
+            outputs["loss"] = outputs["loss"] / self.replicas.size
+        return outputs
 
     def backward(self, loss: Tensor | tuple[Tensor, Any], **kwargs: Any) -> None:
         """Compute gradients of `loss`, divided by the number of accumulated batches, under any layout.

@@ -21,8 +21,12 @@ class ReplicaValues:
 
     Attributes:
         replicas: the data-parallel replicas.
+        losses_by_rows: whether replicas count by the rows of their shares in means of the script's own. They do not in
+            a loss that is made of sums over all replicas: one that `reduce` has added up, or that the script multiplies
+            by `num_processes`, which it reads after its model's call.
     """
 
+    losses_by_rows = True
     replicas: Replicas
     gradient_state: Any
     device: torch.device
@@ -52,6 +56,8 @@ class ReplicaValues:
         Raises:
             ConfigurationError: for another reduction.
         """
+        if reduction == "sum" and getattr(tensor, "requires_grad", False):
+            self.losses_by_rows = False
         return self.replicas.reduce(tensor, reduction)
 
     @contextmanager

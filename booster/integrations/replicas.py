@@ -85,6 +85,8 @@ class Replicas:
     def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return nested tensors combined over replicas: "sum", "mean" or "max", or as they are: "none".
 
+        A sum or mean is differentiable: `backward` takes the mean of the replicas' losses, which are the same then.
+
         Raises:
             ConfigurationError: for another reduction.
         """
@@ -94,10 +96,14 @@ class Replicas:
         operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
 
         def reduced(tensor: Tensor) -> Tensor:
-            tensor = tensor.clone()
+            total = tensor.detach().clone()
             if reduction != "none" and self.size > 1:
-                dist.all_reduce(tensor, operation, group=self.mesh.get_group())
-            return tensor * factor if factor != 1.0 else tensor
+                dist.all_reduce(total, operation, group=self.mesh.get_group())
+            total = total * factor if factor != 1.0 else total
+            if not tensor.requires_grad or reduction == "max":
+                return total
+            own = tensor if reduction == "none" else tensor * (factor * self.size)
+            return total + (own - own.detach())
 
         return map_tensors(reduced, data)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from accelerate.state import PartialState
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -58,6 +59,30 @@ class LossInProgress:
     nothing: Tensor | None = None
 
 
+class CountedReplicas(PartialState):
+    """accelerate's state of the job, whose number of processes is that of data-parallel replicas.
+
+    A Trainer's arguments hold it, so that `args.world_size` is this number; `args.process_index` stays the rank, by
+    which one of all ranks saves and logs.
+
+    Args:
+        accelerator: of the Trainer.
+    """
+
+    def __init__(self, accelerator: TrainerAccelerator) -> None:
+        # accelerate's own object shares its attributes with all others of its class.
+        self.__dict__ = {name: value for name, value in PartialState().__dict__.items() if name != "num_processes"}
+        self._accelerator = accelerator
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return PartialState, ()  # the arguments are saved, and may be opened in a job without a layout
+
+    @property
+    def num_processes(self) -> int:
+        """Number of data-parallel replicas."""
+        return self._accelerator.num_processes
+
+
 class TrainerAccelerator(Accelerator):
     """accelerate's Accelerator under a layout, as a Trainer needs it."""
 
@@ -74,7 +99,10 @@ class TrainerAccelerator(Accelerator):
             progress.read_processes = True
             if progress.is_shared:
                 return 1
-        return super().num_processes
+        return self.replicas.size
+
+    def _watch_losses_of(self, model: nn.Module) -> None:
+        """Do nothing: the Trainer's mixin watches them."""
 
     @contextmanager
     def computing_loss(self, progress: LossInProgress) -> Iterator[LossInProgress]:

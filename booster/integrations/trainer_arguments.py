@@ -11,6 +11,7 @@ from transformers import GenerationMixin
 from transformers.debug_utils import DebugOption
 
 from booster.errors import ConfigurationError
+from booster.integrations.trainer_accelerator import CountedReplicas
 from booster.plugin import Plugin
 
 # Argument of TrainingArguments -> what to do instead; refused if it is set.
@@ -59,7 +60,7 @@ def check_job(args: Any) -> None:
                 f"{variable} asks for {name}, another engine; start the script by `booster run` or torchrun"
             )
     world_size = dist.get_world_size()
-    if args.world_size != world_size:
+    if args.world_size != world_size and not isinstance(args.distributed_state, CountedReplicas):
         raise ConfigurationError(
             f"TrainingArguments counts {args.world_size} process, and the process group {world_size} ranks; set RANK, "
             "LOCAL_RANK and WORLD_SIZE before TrainingArguments is made, as `booster run` and torchrun do"

@@ -16,12 +16,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.prepared_loader import PreparedLoader
-from booster.integrations.trainer_accelerator import TrainerAccelerator
+from booster.integrations.trainer_accelerator import CountedReplicas, TrainerAccelerator
 from booster.integrations.trainer_arguments import (
     check_arguments,
     check_job,
@@ -92,6 +93,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         self.args._n_gpu = min(self.args.n_gpu, 1)
         super().create_accelerator_and_postprocess()
         self.accelerator = TrainerAccelerator(plugin=self.plugin, **self._accelerator_options)
+        self.args.distributed_state = CountedReplicas(self.accelerator)
         # The same method of the accelerator as Trainer has taken, with the same options.
         gather, options = self.accelerator.gather_for_metrics, getattr(self.gather_function, "keywords", {})
         self.gather_function = functools.partial(gather, **options)
@@ -129,7 +131,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         """Return this rank's part of the operations of a batch: Trainer adds up those of all ranks."""
         if not hasattr(self.model.module, "num_parameters"):  # of a module that is no model of transformers
             return 0.0
-        return super().floating_point_ops(inputs) * self.accelerator.num_processes / self.args.world_size
+        return super().floating_point_ops(inputs) * self.accelerator.num_processes / dist.get_world_size()
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of one optimizer step over all replicas."""

@@ -30,6 +30,7 @@ from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_kind, ch
 from plugins.hybrid_parallel.data.loading import Loading, check_batch_size
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.debug.options_check import check_options
+from plugins.hybrid_parallel.distributed.agreement import broadcast_json
 from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives, naming_ranks
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
 from plugins.hybrid_parallel.distributed.machines import announce_grid
@@ -402,11 +403,10 @@ class HybridParallelPlugin(Plugin):
 
     # ----- steps of configure -----
 
-    @property
-    def seed(self) -> int:
-        """Seed of all random streams: the option, or the seed that `launch` gave torch."""
+    def _seed(self) -> int:
+        """Return the seed of all random streams: the option, or the one that torch has on rank 0; all ranks call it."""
         seed = self.config.debugging.seed
-        return seed if seed is not None else torch.initial_seed() % 2**31
+        return seed if seed is not None else broadcast_json(torch.initial_seed() % 2**31)
 
     def _configure_model(
         self, objects: TrainingObjects
@@ -424,11 +424,11 @@ class HybridParallelPlugin(Plugin):
         num_shards = self.config.zero.num_shards(self.grid.size(DP_CP))
         check_options_against_model(self.config, model, objects.optimizers, names, num_shards)
         original = [[list(group["params"]) for group in optim.param_groups] for optim in objects.optimizers]
-        grid = self.grid
+        grid, seed = self.grid, self._seed()
         with checked_collectives(self.config.debugging.debug):
-            built = build_model(model, self.config, grid, self.seed, trains=bool(objects.optimizers))
+            built = build_model(model, self.config, grid, seed, trains=bool(objects.optimizers))
         for optim, groups in zip(objects.optimizers, original, strict=True):
-            build_optimizer(optim, groups, names, built, self.config, self.grid, self.seed, len(original) == 1)
+            build_optimizer(optim, groups, names, built, self.config, grid, seed, len(original) == 1)
         finish_model(built, self.config, self.grid)
         if not objects.optimizers:
             refuse_backward(built.model)

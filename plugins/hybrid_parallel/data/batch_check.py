@@ -86,8 +86,9 @@ def check_loss(loss: Tensor, mesh: HybridMesh, what: str = "loss") -> None:
             if abs(value - other) > tolerance * max(abs(value), abs(other)):
                 raise ConfigurationError(
                     f"the {what} is {value:.6g} on {place} and {other:.6g} on {other_place}; compute it from the "
-                    "model's outputs, which are the same on both, and not from model.parameters(), of which each has "
-                    "its own share (a penalty on weights is the optimizer's weight_decay)"
+                    "model's outputs, which are the same on both: not from model.parameters(), of which each has its "
+                    "own share (a penalty on weights is the optimizer's weight_decay), nor from random numbers that "
+                    "the ranks draw from different seeds"
                 )
 
 
