@@ -15,6 +15,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.document_borders import has_borders, tokens_of, with_positions
 from plugins.hybrid_parallel.data.entry_dtypes import dtype_of_values
 from plugins.hybrid_parallel.data.media import media_tokens
+from plugins.hybrid_parallel.data.microbatch import stand_in, without_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.attention import log_once
 from shardformer.attention.packed_documents import (
@@ -67,6 +68,7 @@ class ForwardOptions:
         self.dtype = dtype_of_values(module)
         exchanges = any(getattr(each, "sequence_exchange", None) is not None for each in self.inside.modules())
         self._cuts_caches = mesh.size("cp") > 1 or exchanges
+        self._generate_for_empty_shares()
 
     def rows_of(self, batch: Mapping[Any, Any]) -> int | None:
         """Return the number of samples of a batch; None if it does not tell."""
@@ -75,6 +77,22 @@ class ForwardOptions:
     def is_empty(self, batch: Mapping[Any, Any]) -> bool:
         """Return whether a batch is a share without samples."""
         return is_empty(batch, self.main_input)
+
+    def _generate_for_empty_shares(self) -> None:
+        """Make `generate` of the user's model return no rows, of the usual width, for a share without samples."""
+        native = getattr(getattr(self.inside, "generate", None), "__func__", None)
+        if native is None:
+            return
+
+        def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            positions = [f"[{index}]" for index in range(len(args))]
+            given = dict(zip(positions, args, strict=True)) | kwargs
+            if not is_empty(given, main_input_of(model)):
+                return native(model, *args, **kwargs)
+            given = stand_in(given, media_tokens(model))  # layers accept no empty batch, and other ranks may wait
+            return without_rows(native(model, *map(given.pop, positions), **given))
+
+        self.inside.generate = generate.__get__(self.inside)
 
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Bind positional arguments to the names in the model's forward; return them unchanged if it has no names.

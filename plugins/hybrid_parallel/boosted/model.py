@@ -297,13 +297,11 @@ class HybridParallelModel(WholeModelView):
             RuntimeError: if the layers of the model keep no cache.
             ConfigurationError: for what a pipeline cannot do, or ranks of one that do not ask for the same.
         """
-        if not args and self.options.is_empty(kwargs):  # a replica without samples of a short batch
-            return without_rows(self.generate(**stand_in(kwargs, self.options.media_tokens)))
         for optimizer in self.optimizers:
             optimizer.wait_for_parameters()
         kwargs = self.on_device(kwargs)
         with self.gathers.running(), weights_rounded_once(self.module):
-            self.agree_on_media([kwargs])
+            self.agree_on_media([{} if self.options.is_empty(kwargs) else kwargs])
             if self.mesh.size("pp") > 1:
                 return generate_through_stages(self, args, kwargs)
             with failure.guard("model.generate", publishes=False):

@@ -28,6 +28,7 @@ from plugins.hybrid_parallel.data.order_objects import OrderObjects
 from plugins.hybrid_parallel.data.random_draws import ReplicaCollate
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
 from plugins.hybrid_parallel.data.shares import (
+    STAND_INS,
     CollateShare,
     DataParallelBatchSampler,
     DataParallelIterable,
@@ -300,10 +301,11 @@ class _Batches:
                 raise
             if number >= self._to_skip:  # else handed out by the previous run
                 break
+        batch = without_rows(batch, STAND_INS) if number in self._empty else batch
         batch = send_to_device(batch, self.loader.device, non_blocking=True)
         self.place.position += 1
         self.loader.note_batch(self, batch)
-        return without_rows(batch) if number in self._empty else batch
+        return batch
 
 
 def shard_dataloader(

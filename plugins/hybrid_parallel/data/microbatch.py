@@ -233,12 +233,25 @@ def stand_in(
     return {name: sample(name, value) for name, value in without_media(batch, tokens).items()}
 
 
-def without_rows(nested: Any) -> Any:
-    """Return a batch, or outputs, with no samples in the tensors."""
+def without_rows(nested: Any, rows: int | None = None) -> Any:
+    """Return a batch, or outputs, of the same type and with no samples.
+
+    Args:
+        rows: samples of a batch, whose lists with an item for each sample are then empty too; None keeps all lists.
+    """
     if isinstance(nested, Tensor):
         return nested[:0] if nested.dim() else nested
     inner = inner_values(nested)
-    return _like(nested, [without_rows(each) for each in inner.values()]) if inner else nested
+    is_list = isinstance(nested, list | tuple) and not hasattr(nested, "_fields") and len(nested) == rows
+    if is_list and not all(isinstance(each, Tensor) and each.dim() and len(each) == rows for each in nested):
+        return type(nested)()
+    if inner:
+        return _like(nested, [without_rows(each, rows) for each in inner.values()])
+    if rows is None or not _holds_tensors(nested):
+        return nested
+    made = copy(nested)  # an object of the user's own class
+    vars(made).update({name: without_rows(value, rows) for name, value in vars(nested).items()})
+    return made
 
 
 def nothing_of(outputs: Any) -> Tensor:

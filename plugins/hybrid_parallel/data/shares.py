@@ -12,6 +12,10 @@ from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 from plugins.hybrid_parallel.data.microbatch import without_rows
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
 
+# A loader cannot collate an empty list. For an empty share it collates one sample so often, and what has so many rows
+# or items is emptied: few collators make lists of this length for anything but samples.
+STAND_INS = 7
+
 
 class DataParallelBatchSampler(BatchSampler):
     """Batch sampler that yields this rank's share of each group of `world_size` batches.
@@ -80,9 +84,8 @@ class DataParallelBatchSampler(BatchSampler):
         samples = [index for batch in group for index in batch]
         share = even_share(samples, self.rank, self.world_size)
         if not share:
-            # A loader cannot collate an empty list, so it collates one sample, and its row is removed afterwards.
             empty.add(position)
-            return samples[:1]
+            return samples[:1] * STAND_INS
         return share
 
 
@@ -161,7 +164,7 @@ class CollateShare:
     def __call__(self, samples: list[Any]) -> Any:
         """Collate this rank's samples; return a batch without rows if it has none."""
         if isinstance(samples[0], _Unowned):
-            return without_rows(self.collate_fn([samples[0].sample]))
+            return without_rows(self.collate_fn([samples[0].sample] * STAND_INS), STAND_INS)
         return self.collate_fn(samples)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+from transformers import BatchEncoding
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data import dataloader as module
@@ -76,13 +84,43 @@ def test_fewer_samples_than_ranks_leave_empty_shares_with_the_same_keys() -> Non
     assert [len(loader) for loader in loaders] == [1] * 4
 
 
-def test_empty_shares_of_batches_that_are_no_mappings() -> None:
+class _Batch:
+    """A batch of a class that only its user knows."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.x, self.names = default_collate(samples)[0], [str(x) for x, _ in samples]
+
+
+# What collates samples (x, y) -> what is left of none, with the length of each tensor.
+_COLLATED: list[tuple[Callable[[list[Any]], Any], Any]] = [
+    (default_collate, [(0,), (0,)]),
+    (lambda rows: tuple(default_collate(rows)), [(0,), (0,)]),
+    (lambda rows: rows, []),
+    (
+        lambda rows: {"x": default_collate(rows)[0], "text": [str(x) for x, _ in rows], "all": "ab"},
+        {"x": (0,), "text": [], "all": "ab"},
+    ),
+    (lambda rows: BatchEncoding({"x": default_collate(rows)[0]}), {"x": (0,)}),
+    (lambda rows: ((default_collate(rows)[0],), "note"), [[(0,)], "note"]),
+    (_Batch, {"x": (0,), "names": []}),
+]
+
+
+def _described(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return tuple(batch.shape)
+    if isinstance(batch, Mapping | _Batch):
+        return {name: _described(each) for name, each in (batch if isinstance(batch, Mapping) else vars(batch)).items()}
+    return list(map(_described, batch)) if isinstance(batch, list | tuple) else batch
+
+
+@pytest.mark.parametrize(("collate", "expected"), _COLLATED)
+def test_an_empty_share_is_of_the_type_of_the_others(collate: Callable[[list[Any]], Any], expected: Any) -> None:
     data = TensorDataset(torch.arange(1), torch.arange(1))
-    for nested in (False, True):
-        collate = (lambda samples: ((torch.stack([x for x, _ in samples]),), "note")) if nested else None
-        loaders = [shard_dataloader(DataLoader(data, collate_fn=collate), rank, 2, 3) for rank in range(2)]
-        first = [next(iter(loader))[0] for loader in loaders]
-        assert [len(part[0] if nested else part) for part in first] == [0, 1]
+    loaders = [shard_dataloader(DataLoader(data, collate_fn=collate), rank, 2, 3) for rank in range(2)]
+    empty, full = (next(iter(loader)) for loader in loaders)
+    assert type(empty) is type(full) and _described(full) != _described(empty)
+    assert _described(empty) == expected
 
 
 def test_shuffling_is_alike_on_all_ranks_and_differs_by_epoch_and_seed() -> None:
