@@ -92,11 +92,11 @@ class PipelineStep:
         inputs = [self.model.inputs_of(microbatch, loss) for microbatch in microbatches]
 
         def finish_forward(outputs: Any, index: int) -> Tensor | None:
-            if index >= num_own:
+            if index >= num_own and not loss.counts_without_rows:
                 return nothing_of(outputs)
             outputs = outputs if loss.reads_parts else self.model.whole_sequences(outputs)
             share = loss.share(outputs, index)
-            if keep is not None:
+            if keep is not None and index < num_own:
                 kept = detached(self.model.gathered(outputs) if loss.reads_parallel_logits else outputs)
                 keep.append(_without(kept, loss.coupled_outputs if len(microbatches) > 1 else ()))
             return scaled(share, self.model.optimizers[0].loss_scale.value) if self.trains else share

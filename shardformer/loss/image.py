@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from shardformer.cross_entropy.vocab_parallel import cross_entropy_sum
 from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
 from shardformer.loss.text import not_ignored, token_sum
 
@@ -60,31 +58,3 @@ def segmentation(model: nn.Module) -> HeadLoss:
         return outputs.loss * pixels if pixels else outputs.logits.sum() * 0.0
 
     return HeadLoss(LossTerm("labels", count, total, is_input=True))
-
-
-def contrastive(_: nn.Module) -> HeadLoss:
-    """Return CLIP's contrastive loss."""
-    return ContrastiveLoss()
-
-
-class ContrastiveLoss(HeadLoss):
-    """CLIP's contrastive loss: each text must match its image among the images of the batch, and vice versa."""
-
-    couples_samples = True
-    coupled_outputs = ("logits_per_image", "logits_per_text")
-
-    def __init__(self) -> None:
-        def total(outputs: Any, _: Any) -> Tensor:
-            logits = outputs.logits_per_text  # [texts, images]
-            pairs = torch.arange(len(logits), device=logits.device)
-            return (cross_entropy_sum(logits, pairs) + cross_entropy_sum(logits.t(), pairs)) / 2
-
-        def count(_: Any, batch: Batch) -> Tensor:
-            texts = batch["input_ids"]
-            return torch.full((), len(texts), device=texts.device)
-
-        super().__init__(LossTerm("return_loss", count, total))
-
-    def applies_to(self, batch: Batch) -> bool:
-        """Return whether the batch asks for the loss; there are no labels."""
-        return bool(batch.get("return_loss"))

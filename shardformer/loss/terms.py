@@ -87,8 +87,6 @@ class HeadLoss:
         routers: the load-balancing loss to add.
 
     Attributes:
-        couples_samples: whether a sample's loss depends on other samples of the batch, which then cannot be split.
-        coupled_outputs: names of outputs whose rows depend on other samples.
         reads_keywords: whether the head's forward passes `LOSS_KEYWORDS` on to its loss function.
         further_entries: optional batch entries that the head's forward reads for its loss and this class does not.
         reads_whole_logits: whether logits may not be sharded, as where the model's forward computes the loss.
@@ -96,10 +94,8 @@ class HeadLoss:
             adds the means whose labels are given.
     """
 
-    couples_samples = False
     reads_whole_logits = False
     needs_all_labels = True
-    coupled_outputs: tuple[str, ...] = ()
     further_entries: tuple[str, ...] = ()
 
     def __init__(
@@ -157,7 +153,7 @@ class HeadLoss:
     @property
     def per_token(self) -> bool:
         """Return whether the losses of parts of a sequence's tokens add up to the loss of the sequence."""
-        return all(term.per_token for term in self.terms) and not self.couples_samples
+        return all(term.per_token for term in self.terms)
 
     def weighted_sum(
         self, outputs: Any, batch: Batch, global_counts: Tensor, part: Callable[[Tensor], Tensor] | None = None

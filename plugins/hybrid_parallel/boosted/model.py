@@ -35,6 +35,7 @@ from plugins.hybrid_parallel.distributed.checked_collectives import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
+from plugins.hybrid_parallel.loss.contrastive import compares_samples
 from plugins.hybrid_parallel.loss.expert_balance import ExpertBalance
 from plugins.hybrid_parallel.loss.replica_losses import off_inputs
 from plugins.hybrid_parallel.loss.step_loss import CriterionStepLoss, ModelStepLoss, StepLoss
@@ -98,7 +99,7 @@ class HybridParallelModel(WholeModelView):
         self.runtime, self.origin, self.tied, self.stream = runtime, context.origin, context.tied, context.stream
         self.units = context.units
         self.saved_elsewhere = frozenset(param for param, tie in context.tied.items() if not tie.counted)
-        self.losses = LossChoice(module, mesh, adds_exactly=self.units is not None)
+        self.losses = LossChoice(module, mesh, self.units is not None, context.pipeline.contrastive == "global")
         self.head_loss = self.losses.head_loss
         self.trace, self.synchrony = StepTrace(watch), SynchronyCheck(self)
         if watch is not None:
@@ -416,11 +417,16 @@ class HybridParallelModel(WholeModelView):
     def _forward_with_own_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a pass with the loss that the model's forward computes."""
         given = kwargs if args or not self.options.is_empty(kwargs) else stand_in(kwargs, self.options.media_tokens)
-        with LossesPromote() if has_floats((*args, *given.values())) else nullcontext():
+        compared = self._share_of_loss(kwargs)[0] if compares_samples(self.options.inside, kwargs) else None
+        with ExitStack() as stack:
+            if compared is not None:
+                stack.enter_context(compared.reading(self))
+            elif has_floats((*args, *given.values())):
+                stack.enter_context(LossesPromote())
             outputs = self.module(*args, **given)
         if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), Tensor):
             return outputs if given is kwargs else without_rows(outputs)
-        loss, _ = self._share_of_loss(kwargs)
+        loss = compared or self._share_of_loss(kwargs)[0]
         value = loss.share(outputs, 0) if given is kwargs else empty_share(outputs, loss)
         return self._with_loss(outputs if given is kwargs else without_rows(outputs), value)
 

@@ -360,6 +360,8 @@ def empty_share(outputs: Any, loss: StepLoss) -> Tensor | None:
     """Return the share of an empty batch in the loss: zero in the precision of the others; None without a loss."""
     if isinstance(loss, NoLoss):
         return None
+    if loss.counts_without_rows:
+        return loss.share(outputs, 0)
     nothing = nothing_of(outputs)
     return nothing.to(torch.promote_types(nothing.dtype, torch.float32))
 

@@ -22,6 +22,8 @@ class PipelineOptions(OptionGroup):
         num_model_chunks: stages per rank, for interleaved schedules; None for the smallest number that interleaves
             (two).
         layers_per_stage: explicit split of the layers, one number per stage.
+        contrastive: which samples a contrastive loss, as CLIP's, compares: those of the "global" batch, or those of
+            each "replica" alone, as DistributedDataParallel does.
     """
 
     num_microbatches: int | None = option(None, positive(4))
@@ -38,6 +40,8 @@ class PipelineOptions(OptionGroup):
             [3, 5],
         ),
     )
+
+    contrastive: str = option("global", one_of("global", "replica"))
 
     def microbatches_of(self, num_rows: int, pp_size: int) -> int:
         """Return the number of micro-batches that a batch of `num_rows` samples is split into."""

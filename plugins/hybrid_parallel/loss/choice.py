@@ -13,6 +13,12 @@ from torch import Tensor, nn
 from booster.data.rows import main_input_of
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.loss.contrastive import (
+    ContrastiveStepLoss,
+    check_one_part,
+    compares_samples,
+    coupled_outputs,
+)
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import (
     CriterionStepLoss,
@@ -38,13 +44,17 @@ class LossChoice:
         model: the sharded model, possibly inside peft's wrappers.
         mesh: the grid of ranks.
         adds_exactly: whether sums are the same bits in any order, see `StepLoss`.
+        compares_all: whether contrastive losses compare the samples of all replicas, or those of each alone.
 
     Attributes:
         head_loss: loss of the model's head class; None if it is not known.
     """
 
-    def __init__(self, model: nn.Module, mesh: HybridMesh, adds_exactly: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: HybridMesh, adds_exactly: bool = False, compares_all: bool = True
+    ) -> None:
         self.model, self.mesh, self.adds_exactly = model_inside(model), mesh, adds_exactly
+        self.compares_all = compares_all
         self.main_input = main_input_of(model) or main_input_of(self.model)
         self.head_loss = behind_prompts(model, head_loss_of(self.model))
 
@@ -70,7 +80,7 @@ class LossChoice:
                 "output_router_logits=True adds a loss over the router scores of a whole batch, which "
                 "reproducible=True does not add up exactly; use output_router_logits=False, or reproducible=False"
             )
-        loss.coupled_outputs = () if self.head_loss is None else self.head_loss.coupled_outputs
+        loss.coupled_outputs = coupled_outputs(self.model)
         return loss
 
     def _step_loss(
@@ -84,6 +94,10 @@ class LossChoice:
         adds_routers = routers_are_asked(self.model, batch)
         are_spread = adds_routers and self._routers_are_spread(microbatches, is_known=reason is None)
         if reason is not None:
+            if compares_samples(self.model, batch):
+                if self.compares_all:
+                    return ContrastiveStepLoss(self.model, microbatches, self.mesh, batch, reason)
+                check_one_part(microbatches)
             if any(self.mesh.size(axis) > 1 for axis in ("pp", "dp", "cp", "tp")):
                 name = type(self.model).__name__
                 log_once(name, f"computes its loss itself, of whole logits and as a mean over samples: {reason}")

@@ -45,6 +45,7 @@ class StepLoss:
         balance: auxiliary loss of routers that are spread over stages or micro-batches; None if there is none.
         coupled_outputs: names of outputs whose rows depend on other samples of the batch.
         adds_exactly: whether the total is the same bits in any order of micro-batches and replicas.
+        counts_without_rows: whether a replica without samples has a share of the loss, too.
     """
 
     reads_parallel_logits = False
@@ -52,7 +53,7 @@ class StepLoss:
     own_entries: Collection[str] = ()
     balance: RouterBalance | None = None
     coupled_outputs: Collection[str] = ()
-    adds_exactly = False
+    adds_exactly = counts_without_rows = False
 
     def __init__(self, microbatches: Microbatches, mesh: HybridMesh) -> None:
         self.microbatches, self.mesh = microbatches, mesh
@@ -150,11 +151,6 @@ class HeadStepLoss(StepLoss):
         self.axis = axis
         if axis is not None:
             self.copies = 1
-        if head_loss.couples_samples and (len(microbatches) > 1 or mesh.size("dp") > 1):
-            raise ConfigurationError(
-                f"a contrastive loss compares all samples of a batch, which is cut into {len(microbatches)} "
-                f"micro-batches on each of dp_size={mesh.size('dp')} replicas; use num_microbatches=1 and dp_size=1"
-            )
         self.head_loss, self.routers = head_loss, head_loss.routers if adds_routers else None
         self.reads_parallel_logits = not head_loss.reads_whole_logits
         counts = torch.zeros(len(head_loss.terms), dtype=torch.float64, device=mesh.device)

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardformer.loss.heads import USUAL_HEAD_LOSSES
-from shardformer.loss.image import contrastive
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
@@ -27,7 +25,6 @@ class CLIPPolicy(Policy):
     )
     supports_sequence_parallel = True
     splits_towers = True
-    head_losses = {**USUAL_HEAD_LOSSES, "CLIPModel": contrastive}
 
     @property
     def stages(self) -> StageLayout:

@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from booster import Booster
-from booster.errors import ConfigurationError
-from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.policies.head_losses import head_loss_of
-from zoo_tests.harness.ranks import distributed
 from zoo_tests.harness.reference import inputs_of
 from zoo_tests.zoo import FAMILIES, Batch
 
@@ -55,16 +51,3 @@ def test_a_list_of_masked_patches_is_taken_whole_only() -> None:
     part = {**batch, "bool_masked_pos": batch["bool_masked_pos"][:3]}
     with pytest.raises(ValueError, match="give one for each of them, or labels of shape \\[rows, patches\\]"):
         loss.counts(part)
-
-
-@pytest.mark.parametrize(
-    ("options", "cut"),
-    [({"tp_size": 2, "num_microbatches": 2}, "2 micro-batches on each of dp_size=1"), ({}, "1 .* of dp_size=2")],
-)
-@distributed(2)
-def test_a_contrastive_loss_refuses_a_cut_batch(options: dict[str, int], cut: str) -> None:
-    family = FAMILIES["clip_towers"]
-    booster, model = Booster(plugin=HybridParallelPlugin(**options)), family.build("contrastive")
-    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigurationError, match=f"which is cut into {cut} replicas; use num_microbatches=1"):
-        booster.execute_pipeline(iter([family.batch("contrastive", 0, 4)]), model, optimizer=optimizer)
