@@ -12,12 +12,14 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from booster.errors import ConfigurationError
 from booster.integrations.accelerate import Accelerator
@@ -113,6 +115,101 @@ def _distill_boosted(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
 def test_teacher_and_student(layout: str) -> None:
     run_on_ranks(2, _distill_boosted, layout)
+
+
+# ----- losses of loops that undo an average over processes -----
+
+
+def _causal(rows: int) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).double()
+        ids = torch.randint(50, (rows, 7))
+    labels = [each.masked_fill(torch.arange(7) < index % 5, -100) for index, each in enumerate(ids)]
+    return model, [{"input_ids": each, "labels": label} for each, label in zip(ids, labels, strict=True)]
+
+
+def _sum(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+
+def _count(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def _of_the_model(accelerator: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    items = accelerator.gather(_count(batch)).sum().item()
+    return model(**batch, num_items_in_batch=items).loss * accelerator.num_processes
+
+
+def _as_a_tuple(accelerator: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    items = accelerator.gather(_count(batch)).sum().item()
+    return model(**batch, num_items_in_batch=items, return_dict=False)[0] * accelerator.num_processes
+
+
+def _of_a_sum(accelerator: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    items = accelerator.gather(_count(batch)).sum()
+    return _sum(model(input_ids=batch["input_ids"]), batch) * accelerator.num_processes / items
+
+
+def _reduced_mean(accelerator: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return accelerator.reduce(model(**batch).loss, "mean")
+
+
+def _reduced_sum(accelerator: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return accelerator.reduce(_sum(model(input_ids=batch["input_ids"]), batch)) / accelerator.reduce(_count(batch))
+
+
+_FORMS = [_of_the_model, _as_a_tuple, _of_a_sum, _reduced_mean, _reduced_sum]
+
+
+def _trained(accelerator: Any, form: Any, rows: int) -> tuple[list[float], dict[str, Tensor]]:
+    model, data = _causal(rows)
+    loader = DataLoader(data, batch_size=4 // accelerator.num_processes)
+    model, optimizer, batches = accelerator.prepare(model, SGD(model.parameters(), lr=0.5), loader)
+    logged = []
+    for batch in batches:
+        loss = form(accelerator, model, batch)
+        accelerator.backward(loss)
+        logged.append(accelerator.gather(loss.detach()).sum().item() / accelerator.num_processes)
+        optimizer.step()
+        optimizer.zero_grad()
+    return logged, accelerator.get_state_dict(model)
+
+
+def _undo_an_average(layout: dict[str, Any], rows: int) -> None:
+    for form in _FORMS:
+        with fresh_accelerate():
+            expected = _trained(accelerate.Accelerator(cpu=True), form, rows)
+        with fresh_accelerate():
+            found = _trained(Accelerator(plugin=HybridParallelPlugin(**layout)), form, rows)
+        # transformers rounds logits to fp32 for its loss
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=lambda text, form=form: f"{form}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "rows"),
+    [
+        (2, {}, 9),
+        pytest.param(2, {"zero_stage": 3}, 11, marks=pytest.mark.slow),
+        pytest.param(4, {"tp_size": 2}, 11, marks=pytest.mark.slow),
+        pytest.param(4, {"pp_size": 2, "num_microbatches": 2}, 11, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_times_processes_are_those_of_one_process(ranks: int, layout: dict[str, Any], rows: int) -> None:
+    """The last batch has one or three rows for two replicas; labels differ from row to row."""
+    run_on_ranks(ranks, _undo_an_average, layout, rows)
+
+
+@distributed(2)
+def test_ranks_without_a_common_seed_draw_alike() -> None:
+    with fresh_accelerate():
+        torch.manual_seed(dist.get_rank())
+        accelerator = _accelerator("tp2")
+        model = bert(hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
+        model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(**collate(samples(6))).loss)  # compares the losses of ranks
 
 
 @distributed(2)

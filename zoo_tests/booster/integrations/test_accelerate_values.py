@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import ProfileKwargs
+from torch.utils.data import DataLoader
+from transformers import T5Config, T5ForConditionalGeneration
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from booster.errors import ConfigurationError
@@ -62,6 +64,29 @@ def test_values_of_replicas_are_joined_once_each() -> None:
         gathered = accelerator.gather(outputs)
         assert isinstance(gathered, SequenceClassifierOutput) and gathered.loss.tolist() == [1.0, 2.0]
         assert outputs.loss == 1.0 + mine, "what was given is as it was"
+
+
+def _generate(layout: dict[str, Any]) -> None:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    with _accelerator(**layout) as accelerator:
+        torch.manual_seed(1)
+        plain = T5ForConditionalGeneration(T5Config(vocab_size=50, **sizes)).eval()
+        rows = [{"input_ids": torch.arange(1, 6) + index} for index in range(5)]
+        options = {"max_new_tokens": 3, "min_new_tokens": 3, "num_beams": 2}
+        expected = plain.generate(torch.stack([row["input_ids"] for row in rows]), **options)
+        model, batches = accelerator.prepare(plain, DataLoader(rows, batch_size=4 // accelerator.num_processes))
+        whole = [] if layout else [accelerator.unwrap_model(model).generate]
+        for generate in (model.generate, *whole):
+            found = [accelerator.gather_for_metrics(generate(batch["input_ids"], **options)) for batch in batches]
+            assert torch.equal(torch.cat(found), expected)
+        with torch.no_grad():
+            empty = model.generate(input_ids=rows[0]["input_ids"][None][:0], **options)
+        assert empty.shape == (0, 4)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {}), pytest.param(4, {"pp_size": 2}, marks=pytest.mark.slow)])
+def test_a_replica_without_rows_generates_none(ranks: int, layout: dict[str, Any]) -> None:
+    run_on_ranks(ranks, _generate, layout)
 
 
 @distributed(2)
