@@ -39,8 +39,6 @@ _FEATURES: Mapping[str, tuple[str, ...]] = {
     "MetaClip2Model": _PROJECTIONS,
     "OwlViTModel": _PROJECTIONS,
     "Owlv2Model": _PROJECTIONS,
-    "PeAudioModel": ("audio_head", "text_audio_head"),
-    "PeVideoModel": ("video_head", "text_video_head"),
     "Siglip2Model": _TOWERS,
     "SiglipModel": _TOWERS,
     "Tipsv2Model": _TOWERS,
@@ -60,8 +58,8 @@ def compares_samples(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 def coupled_outputs(model: nn.Module) -> tuple[str, ...]:
     """Return the names of outputs of a model that compare all samples of a batch."""
-    names = ("logits_per_image", "logits_per_text", "logits_per_audio", "logits_audio_text", "logits_video_text")
-    return names if type(model).__name__ in _FEATURES else ()
+    sides = ("image", "text", "audio")
+    return tuple(f"logits_per_{side}" for side in sides) if type(model).__name__ in _FEATURES else ()
 
 
 class ContrastiveStepLoss(ModelStepLoss):

@@ -280,6 +280,9 @@ def run(job: Job, folder: str, layout: str | None = None, resume: str | None = N
 def outcome(trainer: Trainer, folder: str, notes: Notes) -> Outcome:
     """Return what a trained Trainer holds; a boosted one writes its weights first, which plain code then reads."""
     state = trainer.state
+    if dist.is_initialized():
+        assert trainer.args.world_size == trainer.plugin.dp_size, "scripts scale learning rates by it"
+        assert trainer.args.should_save == (dist.get_rank() == 0)
     numbers = {name: getattr(state, name) for name in ("global_step", "total_flos", "num_input_tokens_seen")}
     target = f"{folder}/saved-{'boosted' if hasattr(trainer, 'plugin') else 'plain'}"
     trainer.save_model(target)
