@@ -66,7 +66,7 @@ def load_lr_scheduler(lr_scheduler: Any, path: str) -> None:
     """Load a state written by `save_lr_scheduler`.
 
     Raises:
-        ConfigurationError: the file does not exist, or does not hold a valid JSON object.
+        ConfigurationError: the file does not exist, or does not hold a valid JSON object or the state of another class.
     """
     if not Path(path).is_file():
         raise ConfigurationError(f"{path} does not exist; give a file that save_lr_scheduler wrote")
@@ -74,7 +74,24 @@ def load_lr_scheduler(lr_scheduler: Any, path: str) -> None:
         state = from_json(read_json_object(Path(path)))
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
-    lr_scheduler.load_state_dict(state)
+    take_state(lr_scheduler, state, "lr_scheduler")
+
+
+def take_state(given: Any, state: Any, name: str) -> None:
+    """Give a saved state to an object of the user.
+
+    Raises:
+        ConfigurationError: its `load_state_dict` raises any error, such as KeyError for the state of another class.
+    """
+    try:
+        given.load_state_dict(state)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{name}.load_state_dict() does not take the saved state ({type(error).__name__}: {error}); make the {name} "
+            "as it was when it was saved"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,6 +9,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.optim import lr_scheduler
 
+from booster.checkpoint import take_state
 from booster.errors import ConfigurationError
 from booster.wrappers import OptimizerWrapper
 
@@ -70,7 +71,7 @@ class ReplicaScheduler(AcceleratedScheduler):
             ConfigurationError: if such a state cannot be converted.
         """
         if factor == 1:
-            self.scheduler.load_state_dict(state)
+            take_state(self.scheduler, state, "scheduler")
             return
         steps = state["last_epoch"] * factor
         if not isinstance(self.scheduler, _COUNTING) or steps != int(steps):

@@ -16,6 +16,8 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from functools import reduce
+from operator import or_
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -46,7 +48,7 @@ def from_json(value: Any) -> Any:
     """Return the value that `to_json` was given.
 
     Raises:
-        ValueError: it is of a kind that this version does not know, or of an enumeration that is not imported.
+        ValueError: it is of a kind, an enumeration, a member of one or a dtype that this process does not have.
     """
     if isinstance(value, list):
         return [from_json(each) for each in value]
@@ -119,9 +121,14 @@ def _tensor_parts(value: Tensor) -> dict[str, Any]:
 
 def _tensor(parts: dict[str, Any]) -> Tensor:
     data = bytearray(base64.b64decode(parts["bytes"]))
-    dtype = _DTYPES[parts["dtype"]]
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return flat.clone().view(dtype).reshape(parts["shape"])
+    return flat.clone().view(_dtype(parts["dtype"])).reshape(parts["shape"])
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"the saved state has the dtype {name}, which torch {torch.__version__} does not have")
+    return _DTYPES[name]
 
 
 def _array_parts(value: np.ndarray | np.generic) -> dict[str, Any]:
@@ -152,7 +159,11 @@ def _enum(parts: dict[str, str]) -> Enum:
     found = _imported(parts)
     if not (isinstance(found, type) and issubclass(found, Enum)):
         raise ValueError(f"the saved state has a {parts['class']} of {parts['module']}; import it before loading")
-    return found[parts["name"]]
+    names = parts["name"].split("|")  # several of a Flag
+    missing = [name for name in names if name not in found.__members__]
+    if missing:
+        raise ValueError(f"the saved state has {parts['class']}.{missing[0]}, and {parts['module']} has no such member")
+    return reduce(or_, (found[name] for name in names))
 
 
 def _imported(where: dict[str, str]) -> Any:
@@ -219,7 +230,7 @@ _KINDS: dict[str, _Kind] = {
     "enum": _Kind(Enum, _enum_parts, _enum),
     "tensor": _Kind(Tensor, _tensor_parts, _tensor),
     "size": _Kind(torch.Size, _items, _made_of(torch.Size)),
-    "dtype": _Kind(torch.dtype, str, _DTYPES.__getitem__),
+    "dtype": _Kind(torch.dtype, str, _dtype),
     "device": _Kind(torch.device, str, torch.device),
     "array": _Kind(np.ndarray, _array_parts, _array),
     "numpy": _Kind(np.generic, _array_parts, _scalar_of_numpy),

@@ -240,6 +240,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     boosted.finish_step()
     boosted.booster.save_checkpoint(path, **_states(boosted))
 
+    schedule = torch.optim.lr_scheduler.ConstantLR(boosted.optimizer)
+    boosted.booster.save_checkpoint(tmp_path / "schedule", lr_scheduler=schedule)
+    with pytest.raises(ConfigurationError, match=r"lr_scheduler.load_state_dict\(\) does not take .*KeyError: '_sched"):
+        chained = torch.optim.lr_scheduler.ChainedScheduler([schedule])
+        boosted.booster.load_checkpoint(tmp_path / "schedule", lr_scheduler=chained)
     other = boost(case.but(optimizer="momentum"))
     with pytest.raises(ConfigurationError, match="holds the state of AdamW, not of SGD; make a AdamW"):
         other.booster.load_checkpoint(path, **_states(other))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from booster.checkpoint import take_state
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
@@ -127,7 +128,7 @@ def restore(
     def take_plain() -> None:
         for kind in _PLAIN:
             if objects.get(kind) is not None and manifest.state[kind] is not None:
-                objects[kind].load_state_dict(from_json(manifest.state[kind]))
+                take_state(objects[kind], from_json(manifest.state[kind]), kind)
 
     loads = raise_on_all_ranks(prepare, group)
     wanted = {} if model is None else tensors_to_fill(model, manifest, group)
