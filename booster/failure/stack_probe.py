@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ _WRAPPERS = ("wrapper", "_fn", "inner")
 _WAITING_WORDS = (".wait(", "wait_tensor(")
 # Calls in which the host waits for its GPU, and so for the ranks that the GPU waits for. They look the same on the CPU.
 _DEVICE_WORDS = (".item(", ".tolist(", ".cpu(", "synchronize(", "float(")
+_OWN_THREADS = "booster-"
 _ENGINE = f"{os.sep}torch{os.sep}autograd{os.sep}"
 _SHOWN_PARTS = 3
 # The network threads of a waiting rank, one per process group, wake up a hundred times a second; each uses up to half a
@@ -102,12 +104,31 @@ def current_wait() -> Wait | None:
     return next((wait for wait in workers if wait is not None), None)
 
 
+def _another_thread_acts() -> bool:
+    """Return whether a thread of the script may go on by itself: others may wait for what it will issue."""
+    frames, main = sys._current_frames(), threading.main_thread()
+    others = [each for each in threading.enumerate() if each is not main and not each.name.startswith(_OWN_THREADS)]
+    return any(acts_alone(frames[each.ident]) for each in others if each.ident in frames)
+
+
+def acts_alone(frame: FrameType) -> bool:
+    """Return whether a stack has code of the script and waits neither for ranks nor, without a limit, for a thread.
+
+    Args:
+        frame: innermost frame of the stack.
+    """
+    if wait_of(frame) is not None:
+        return False
+    if frame.f_code.co_filename == threading.__file__ and frame.f_locals.get("timeout", 0) in (None, -1):
+        return False
+    files = (each.f_code.co_filename for each, _ in traceback.walk_stack(frame))
+    return any(not name.startswith((_STANDARD_LIBRARY, _SITE_PACKAGES)) for name in files)
+
+
 def wait_of_error(error: BaseException) -> Wait | None:
     """Return the wait from which an exception was raised; None if it was raised elsewhere."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return None if traceback is None else wait_of(traceback.tb_frame)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return wait_of(frames[-1]) if frames else None
 
 
 class MainThreadProbe:
@@ -143,7 +164,7 @@ class MainThreadProbe:
             self._outstanding = ()
             return
         wait = current_wait()
-        if wait is None:
+        if wait is None or _another_thread_acts():
             self._activity, self.wait, self._outstanding = None, None, ()
             return
         activity = None if wait.on_device else Activity.now(self.own_threads)

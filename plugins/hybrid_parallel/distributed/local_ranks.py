@@ -243,7 +243,7 @@ def _without_main() -> Iterator[None]:
 def _serve(connection: Connection, place: tuple[int, int, int, float, str]) -> None:
     """Join the process group, and run functions until killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, name="booster-parent", daemon=True).start()
     with suppress(ConnectionError):  # the parent has ended
         _answer(connection, _join, place)
         while connection.poll(None):

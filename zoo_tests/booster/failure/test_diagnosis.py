@@ -34,7 +34,7 @@ from booster.failure.heartbeat import Heartbeat
 from booster.failure.machine_links import MachineLinks
 from booster.failure.operation_log import Operations, SharedStatus
 from booster.failure.peers import Address, Peer, StoppedPeers
-from booster.failure.stack_probe import Wait, wait_of, waits_for_ranks
+from booster.failure.stack_probe import Wait, acts_alone, wait_of, waits_for_ranks
 from booster.failure.store_client import StoreClient
 from booster.failure.wait_status import STATUS_VARIABLE, note_children
 
@@ -313,6 +313,24 @@ def wait_while_inside(function: Callable[[threading.Lock], object]) -> Wait | No
             lock.release()
         thread.join(0.05)
     return found
+
+
+def test_a_thread_of_the_script_may_go_on_by_itself() -> None:
+    """Ranks may wait for what it will issue: that all main threads wait proves no standstill then."""
+    event = threading.Event()
+    works = {
+        (lambda: time.sleep(1)): True,
+        (lambda: event.wait(1)): True,
+        (lambda: event.wait()): False,
+        event.wait: False,  # as idle threads of libraries
+    }
+    threads = {threading.Thread(target=work, daemon=True): acts for work, acts in works.items()}
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    frames = sys._current_frames()
+    assert [acts_alone(frames[thread.ident]) for thread in threads] == list(threads.values())
+    event.set()
 
 
 def test_the_first_failure_counts_and_one_rank_speaks() -> None:

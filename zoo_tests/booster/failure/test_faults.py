@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from zoo_tests.campaigns.faults import false_alarms
 from zoo_tests.campaigns.faults.campaign import GONE_WITHIN_S, LAYOUTS, NAMED_WITHIN_S, Trial
 from zoo_tests.campaigns.faults.watch import Outcome, WatchedJob
 from zoo_tests.harness.ports import free_port
@@ -153,6 +154,14 @@ def test_slow_ranks_are_no_fault(job: Callable[..., WatchedJob]) -> None:
         outcome = running.outcome_of_good_end()
         assert (pause, outcome.code, outcome.lines) == (pause, 0, ()), outcome.err
         assert outcome.out.count("ends well") == 4, pause
+
+
+@pytest.mark.slow
+def test_threads_saves_and_profilers_are_no_fault() -> None:
+    """A sample of the campaign that counts false alarms, with all kinds of work at once."""
+    row, alarms, _ = false_alarms.trial("everything", {"tp_size": 2}, 60)
+    assert alarms == ()
+    assert row[-2] > 0, "no counts were compared"
 
 
 def test_the_machine_can_tell() -> None:

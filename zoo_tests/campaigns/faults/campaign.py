@@ -2,7 +2,8 @@
 
 Each fault strikes in jobs of four ranks (tensor parallel 2 x data parallel 2, or 2 stages x tensor parallel 2), in turn
 on every rank and in every place. The table says how often the fault was named within 10 s with its rank and
-operation, and how often all processes were gone 5 s later. `--cluster` has faults of the network instead (`links.py`).
+operation, and how often all processes were gone 5 s later. `--cluster` has faults of the network instead (`links.py`),
+`--healthy` jobs without a fault (`false_alarms.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import table
-from zoo_tests.campaigns.faults import links
+from zoo_tests.campaigns.faults import false_alarms, links
 from zoo_tests.campaigns.faults.watch import Outcome, WatchedJob
 
 NAMED_WITHIN_S = 10.0
@@ -138,7 +139,12 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="jobs that run at the same time")
     parser.add_argument("--output", type=Path, help="write the table to this Markdown file")
     parser.add_argument("--cluster", action="store_true", help="faults of the network between two machines instead")
+    parser.add_argument("--healthy", action="store_true", help="count false alarms in healthy jobs instead")
+    parser.add_argument("--steps", type=int, default=10_000, help="of each healthy job")
     options = parser.parse_args()
+    if options.healthy:
+        _write(false_alarms.report(options.steps, options.at_once), options.output)
+        return
     if options.cluster:
         _write(links.report(options.repetitions), options.output)
         return
