@@ -89,8 +89,8 @@ def take_state(given: Any, state: Any, name: str) -> None:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"{name}.load_state_dict() does not take the saved state ({type(error).__name__}: {error}); make the {name} "
-            "as it was when it was saved"
+            f"{name}.load_state_dict() does not take the saved state ({type(error).__name__}: {error}); make "
+            f"the {name} as it was when it was saved"
         ) from error
 
 
