@@ -8,6 +8,7 @@ in a collective. This is not error handling: nothing is retried or recovered. Ev
 
 from booster.failure.failure_report import Failure
 from booster.failure.hooks import (
+    begin_batch,
     destroy_at_exit,
     guard,
     install,
@@ -19,6 +20,7 @@ from booster.failure.hooks import (
 
 __all__ = [
     "Failure",
+    "begin_batch",
     "destroy_at_exit",
     "guard",
     "install",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -89,6 +91,27 @@ def diagnose_mismatch(snapshots: list[RankSnapshot]) -> Failure | None:
         f"{group.text()} where others called {difference.usual}"
     )
     return Failure.found(culprit.rank, message, culprit.operation)
+
+
+def diagnose_batches(batches: Mapping[int, str]) -> str:
+    """Describe the first two ranks of a replica that are in a pass of other shapes; empty if there are none.
+
+    Args:
+        batches: rank -> what `Operations.begin_batch` has written; empty before its first pass.
+    """
+    first: dict[tuple[int, int], tuple[int, dict[str, list[int]]]] = {}
+    for rank, text in sorted(batches.items()):
+        with contextlib.suppress(ValueError):  # before the first pass, or longer than the page
+            number, replica, shapes = json.loads(text)
+            other, expected = first.setdefault((number, replica), (rank, shapes))
+            for name in [*expected, *shapes]:
+                if expected.get(name) != shapes.get(name):
+                    one, two = (each.get(name, "missing") for each in (expected, shapes))
+                    return (
+                        f"'{name}' of the batch is {one} on rank {other} and {two} on rank {rank}; all ranks of a "
+                        "replica need the same batch: boost() the dataloader, or seed it alike on all of them"
+                    )
+    return ""
 
 
 def compare_counts(counts: Mapping[int, Mapping[str, int]], ignored: Iterable[str] = ()) -> dict[str, dict[int, int]]:

@@ -81,6 +81,12 @@ def publish(error: BaseException, operation: str = "") -> Failure | None:
     return monitor.publish(monitor.cause_of(error, failure) if is_about_communication(error) else failure)
 
 
+def begin_batch(replica: int, shapes: dict[str, list[int]]) -> None:
+    """Say with which shapes a pass through a model begins; a failure names those that differ within a replica."""
+    if _Process.operations is not None:
+        _Process.operations.begin_batch(replica, shapes)
+
+
 def report_uncaught() -> None:
     """Install hooks by which an uncaught exception is reported once per job, and ends all ranks."""
     if _Process.previous_hook is None:
@@ -208,7 +214,7 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
     monitor = _Process.monitor
     own = Failure.of(error, "", monitor.rank if monitor else 0)
     first = publish(error) or own
-    if first.rank == own.rank and first.kind and not own.is_users and _Process.previous_hook is not None:
+    if first.rank == own.rank and first.kind and not first.is_users and _Process.previous_hook is not None:
         _Process.previous_hook(kind, error, traceback)
     elif monitor is None:
         say(first.line())

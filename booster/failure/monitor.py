@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 import torch.distributed as dist
 
 from booster.failure.desync import DesyncDetector, DesyncReport
+from booster.failure.diagnosis import diagnose_batches
 from booster.failure.failure_report import REPORT_VARIABLE, Failure, ending, is_timeout, is_unanswered, ranks_text
 from booster.failure.machine_links import OtherMachines
 from booster.failure.operation_log import Operations
@@ -118,7 +119,7 @@ class FailureMonitor(threading.Thread):
 
     def publish(self, failure: Failure) -> Failure:
         """Publish a failure unless one was published before; return the job's first failure."""
-        return self.link.publish(self._with_exit_code(failure))
+        return self.link.publish(self._explained(failure))
 
     def cause_of(self, error: BaseException, failure: Failure) -> Failure:
         """Find the cause of a communication error, which mostly follows from the failure of another rank.
@@ -335,14 +336,20 @@ class FailureMonitor(threading.Thread):
 
     def _conclude(self, failure: Failure) -> None:
         """Publish a failure that was detected; only the first failure of the job counts."""
-        failure = self._with_exit_code(failure)
+        failure = self._explained(failure)
         if threading.current_thread() is self.link:
             self.link.publish_here(failure)
         else:
             self.link.publish(failure)
 
-    def _with_exit_code(self, failure: Failure) -> Failure:
-        """Add the exit code to the failure of a rank of this machine that ended by `sys.exit`."""
+    def _explained(self, failure: Failure) -> Failure:
+        """Add what the pages of this machine's ranks tell: the exit code of `sys.exit`, or batches that differ."""
+        batches = {peer.rank: peer.page.batch for peer in self.peers if peer.page is not None}
+        own = "" if self.operations.page is None else self.operations.page.batch
+        problem = "" if failure.is_users else diagnose_batches({self.rank: own, **batches})
+        if problem:
+            place = f" ({failure.operation})" if failure.operation else ""
+            return replace(failure, message=f"{problem}{place}", is_users=True)
         pages = (peer.page for peer in self.peers if peer.rank == failure.rank and peer.ended_well)
         code = next((page.exit_code for page in pages), 0)
         if not code or failure.kind:

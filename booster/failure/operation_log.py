@@ -6,6 +6,7 @@ can still read after this process has ended.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from booster.failure.collective_counts import CollectiveCounts
 
 _ENDED, _SPOKEN, _CODE, _TOLD = 0, 1, 2, 3  # bytes of the page: flags, and the exit code
-_PHRASE, _PLACE = slice(64, 512), slice(512, 1024)
+_PHRASE, _PLACE, _BATCH = slice(64, 512), slice(512, 1024), slice(1024, 3072)
 _SIZE = mmap.PAGESIZE
 _KEPT_POINTS = 4096
 
@@ -86,6 +87,15 @@ class SharedStatus:
     def place(self, text: str) -> None:
         self._write(_PLACE, text)
 
+    @property
+    def batch(self) -> str:
+        """Batch of the current pass through a model, as `Operations.begin_batch` writes it; empty before the first."""
+        return self._read(_BATCH)
+
+    @batch.setter
+    def batch(self, text: str) -> None:
+        self._write(_BATCH, text)
+
     def _read(self, where: slice) -> str:
         return self._map[where].partition(b"\0")[0].decode(errors="replace")
 
@@ -110,6 +120,7 @@ class Operations:
         self.counts = CollectiveCounts()
         self.points: deque[tuple[int, dict[str, int]]] = deque(maxlen=_KEPT_POINTS)
         self._inside: list[str] = []
+        self._passes = 0
         self._say("before its first operation")
 
     @property
@@ -148,6 +159,12 @@ class Operations:
                 self.points.append((self.calls[operation], count()))
         outer, number = self.current
         self._say(f"in {outer} (call {number})" if outer else f"after {operation} (call {self.calls[operation]})")
+
+    def begin_batch(self, replica: int, shapes: dict[str, list[int]]) -> None:
+        """Record that a pass through a model begins, with the replica's number and the shapes of its batch."""
+        if self.page is not None and threading.current_thread() is threading.main_thread():
+            self._passes += 1
+            self.page.batch = json.dumps([self._passes, replica, shapes])
 
     def _say(self, phrase: str) -> None:
         self._phrase = phrase

@@ -200,6 +200,8 @@ class HybridParallelModel(WholeModelView):
             batch: the arguments of the model's forward.
             counts: whether its tokens count for the load of experts.
         """
+        shapes = {name: list(value.shape) for name, value in batch.items() if isinstance(value, Tensor)}
+        failure.begin_batch(self.mesh.rank("dp"), shapes)
         with naming_ranks(), self.running(), self.counting_experts(counts), naming_entry(batch):
             yield
 

@@ -6,6 +6,7 @@ What fails here first is a diagnosis: see `booster/failure/diagnosis.py`. Whole 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from booster.failure.desync import _may_be_reported
 from booster.failure.diagnosis import (
     RankSnapshot,
     compare_counts,
+    diagnose_batches,
     diagnose_counts,
     diagnose_mismatch,
     diagnose_standstill,
@@ -149,6 +151,19 @@ def test_counts_of_point_to_point_groups_prove_nothing() -> None:
     snapshots = [at(rank, STEP, 1, g=GroupRecord("", [0, 1, 2], 9)) for rank in range(3)]
     assert diagnose_counts(1, compare_counts(counts), snapshots, counts) is None
     assert compare_counts(counts, ignored={"g"}) == {}
+
+
+def test_batches_of_one_replica_in_one_pass_are_compared() -> None:
+    def batch(number: int, replica: int, **shapes: list[int]) -> str:
+        return json.dumps([number, replica, shapes])
+
+    alike = {0: batch(3, 0, x=[4, 12]), 1: batch(3, 0, x=[4, 12]), 2: batch(3, 1, x=[4, 13]), 3: batch(4, 0), 4: ""}
+    assert diagnose_batches(alike) == ""
+    said = diagnose_batches({**alike, 5: batch(3, 1, x=[5, 13])})
+    assert said.startswith("'x' of the batch is [4, 13] on rank 2 and [5, 13] on rank 5; all ranks of a replica need")
+    assert "'y' of the batch is missing on rank 2 and [1] on rank 5" in diagnose_batches(
+        {**alike, 5: batch(3, 1, x=[4, 13], y=[1])}
+    )
 
 
 def test_over_a_network_only_a_missing_member_proves_a_standstill() -> None:
