@@ -228,17 +228,26 @@ class GuardedModel(ModelWrapper):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GuardedModel:
-        """Refuse `to`, `half`, `cuda` if they replace weights, since optimizers keep the weights that they know."""
+        """Refuse `to`, `half`, `cuda` if they change weights, since optimizers keep the weights that they know.
+
+        A move to `"cpu:0"`, as accelerate calls the CPU, is a copy of the same: the weights stay where they are.
+        """
         weights = self.module.parameters() if self.optimizers else ()
         if self.gathers:  # a tensor for each kind of weight, which this rank may not have
             kinds = {(weight.dtype, weight.device) for weight in weights}
-            weights = [torch.empty(1, dtype=dtype, device=device) for dtype, device in kinds]
-        if any(fn(weight.data).data_ptr() != weight.data_ptr() for weight in weights):
-            raise ConfigurationError(
-                "boost() has put the model in its place and precision, and its optimizer works on these weights; "
-                "convert the model before boost(), or use HybridParallelPlugin(precision=…)"
-            )
-        return self if self.gathers else super()._apply(fn, recurse)
+            weights = [torch.zeros(1, dtype=dtype, device=device) for dtype, device in kinds]
+        copied = False
+        for weight in weights:
+            found = fn(weight.data)
+            is_copy = found.data_ptr() != weight.data_ptr()
+            same_kind = (found.dtype, found.device) == (weight.dtype, weight.device)
+            if is_copy and not (same_kind and torch.equal(found, weight)):
+                raise ConfigurationError(
+                    "boost() has put the model in its place and precision, and its optimizer works on these weights; "
+                    "convert the model before boost(), or use HybridParallelPlugin(precision=…)"
+                )
+            copied = copied or is_copy
+        return self if self.gathers or copied else super()._apply(fn, recurse)
 
     def _wait_for_parameters(self) -> None:
         for optimizer in self.optimizers:

@@ -98,12 +98,29 @@ class LayerInputs:
         return args, {**kwargs, name: value}
 
 
+def _elsewhere(name: str) -> AttributeError:
+    return AttributeError(f"'{name}' is part of a module on another pipeline stage; read it there, or before boost()")
+
+
+class _PartOfPlaceholder(SimpleNamespace):
+    """What models read of a part of a module on another stage."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _elsewhere(name)
+
+
 class StagePlaceholder(nn.Module):
     """Base class of the placeholders for modules of other stages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stage_input = StageInput()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise _elsewhere(name) from None
 
     @property
     def weight(self) -> Tensor:
@@ -357,9 +374,9 @@ def with_attributes(stand_in: StagePlaceholder, native: nn.Module) -> StagePlace
         *owners, last = path.split(".")
         node = stand_in.__dict__
         for owner in owners:
-            node = node.setdefault(owner, SimpleNamespace()).__dict__
+            node = node.setdefault(owner, _PartOfPlaceholder()).__dict__
         # Models look up the number of a part, such as a language, and numbers of the parts of their first layer.
-        node[last] = dict.fromkeys(part) if path in tables else SimpleNamespace(**_numbers(part))
+        node[last] = dict.fromkeys(part) if path in tables else _PartOfPlaceholder(**_numbers(part))
     return stand_in
 
 

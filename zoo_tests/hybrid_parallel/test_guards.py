@@ -84,12 +84,14 @@ def test_engines_around_a_boosted_model_are_refused(layout: str) -> None:
 
 
 def _train_by_others(directory: str) -> None:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
     from transformers import Trainer, TrainingArguments
 
     boosted = _boosted("dp2")
     options = TrainingArguments(output_dir=directory, use_cpu=True, report_to=[])
-    _refuses("Trainer cannot take", Trainer, model=boosted.model, args=options)
+    for device in ("cpu:0", "cpu"):  # by what has been launched before
+        PartialState().device = torch.device(device)
+        _refuses("Trainer cannot take", Trainer, model=boosted.model, args=options)
     accelerator = Accelerator(cpu=True)
     _refuses("Accelerator.prepare cannot take", accelerator.prepare, boosted.model)
     _refuses("Accelerator.prepare cannot take", accelerator.prepare, boosted.optimizer)
@@ -114,7 +116,11 @@ def _change_and_save(layout: str, directory: str) -> None:
         _refuses(f"{name}.* call it before boost", getattr(model, name), 7)
     _refuses("convert the model before boost", model.half)
     _refuses("convert the model before boost", model.to, torch.float64)
-    assert model.to("cpu").dtype == torch.float32, "nothing to convert"
+    places = [weight.data_ptr() for weight in model.parameters()]
+    for device in ("cpu", "cpu:0"):  # as accelerate calls it, depending on what has been launched
+        assert model.to(device).dtype == torch.float32, "nothing to convert"
+    assert places == [weight.data_ptr() for weight in model.parameters()]
+    _refuses("convert the model before boost", model.to_empty, device="cpu")
     _refuses("cannot be pickled", pickle.dumps, model)
     if layout != "dp2":
         for each in (model, model.module):

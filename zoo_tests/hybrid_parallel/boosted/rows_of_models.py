@@ -64,6 +64,29 @@ def _num_parameters(sides: Sides) -> None:
     assert ours < plain if sides.is_cut else ours == plain
 
 
+def _memory_footprint(sides: Sides) -> None:
+    buffers = sum(each.nbytes for each in sides.model.buffers())
+    assert sides.model.get_memory_footprint() == buffers + sum(each.nbytes for each in sides.model.parameters())
+    ours, plain = (each.get_memory_footprint() for each in sides.models)
+    assert ours < plain if sides.is_cut else ours == plain
+
+
+def _isinstance(sides: Sides) -> None:
+    assert isinstance(sides.model, nn.Module) and not isinstance(sides.model, type(sides.plain))
+    assert isinstance(sides.model.unwrap(), type(sides.plain))
+
+
+def _submodules(sides: Sides) -> None:
+    for number in (0, 1):
+        path = f"model.layers.{number}"
+        layer = sides.model.get_submodule(path)
+        if sides.holds(f"{path}.input_layernorm.weight"):
+            assert isinstance(layer, type(sides.plain.get_submodule(path)))
+        else:
+            with pytest.raises(AttributeError, match="is part of a module on another pipeline stage; read it there"):
+                _ = layer.self_attn.q_proj.weight
+
+
 def _named_parameters(sides: Sides) -> None:
     plain = dict(sides.plain.named_parameters())
     names: list[Any] = [None] * 2
@@ -74,9 +97,9 @@ def _named_parameters(sides: Sides) -> None:
 
 
 def _named_modules(sides: Sides) -> None:
-    assert [name for name, _ in sides.model.named_modules()][1:] == [
-        name for name, _ in sides.model.unwrap().named_modules()
-    ]
+    names, inside = ([name for name, _ in each.named_modules()] for each in (sides.model, sides.model.unwrap()))
+    assert names == ["", *inside]
+    assert inside == [name for name, _ in sides.plain.named_modules()] or sides.layout == "pp2"
     assert "model.layers.0" in dict(sides.model.named_modules())
     around = nn.ModuleDict({"policy": sides.model})
     assert all(name.startswith(("policy.model.", "policy.lm_head.")) for name, _ in around.named_parameters())
@@ -256,8 +279,11 @@ ROWS_OF_MODELS: Mapping[str, Callable[[Sides], None]] = {
     "generate": _generate,
     "embeddings": _embeddings,
     "num_parameters": _num_parameters,
+    "get_memory_footprint": _memory_footprint,
     "named_parameters": _named_parameters,
     "named_modules": _named_modules,
+    "get_submodule": _submodules,
+    "isinstance": _isinstance,
     "print": _printed,
     "attributes": _assignments,
     "new modules": _new_modules,
