@@ -54,12 +54,17 @@ class RankError(AssertionError):
     """One rank or more failed, or did not answer; the message has the traceback or the stack of each."""
 
 
+def under_load(seconds: float) -> float:
+    """Return a time limit, given for an idle machine, for one whose processors other processes share."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def distributed(world_size: int, timeout_s: float = 90.0, device: str | None = None) -> Callable[[Callable], Callable]:
     """Run the body of a test on `world_size` ranks, each with a process group.
 
     Args:
         world_size: number of ranks.
-        timeout_s: seconds until ranks that have not answered count as hanging.
+        timeout_s: seconds until ranks that have not answered count as hanging, on an idle machine.
         device: "cpu", "simcuda" for the simulated CUDA device, or "gpu" for GPUs, which several ranks share where there
             are too few; None for that of `pytest --device`.
     """
@@ -135,7 +140,7 @@ class RankPool:
         self._num_tasks += 1
         try:
             self._ranks.submit(_run_task, function.__module__, function.__qualname__, args, kwargs, looks_again)
-            results = self._ranks.collect(timeout_s)
+            results = self._ranks.collect(under_load(timeout_s))
         except BaseException:  # nobody knows what the ranks do now
             self.stop()
             raise

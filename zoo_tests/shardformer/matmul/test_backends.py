@@ -135,7 +135,8 @@ def test_fewer_passes_round_to_the_same_bits(dtype: torch.dtype, is_gradient: bo
 def _losses(options: dict[str, Any], family: str) -> list[float]:
     torch.manual_seed(0)
     if family == "llama":
-        sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 4}
+        sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+        sizes["num_hidden_layers"] = 2 * options.get("pp_size", 1)
         model = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
     else:
         dropouts = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
