@@ -280,6 +280,10 @@ class _OwnLoader(DataLoader):
     [
         (_split_stream, "the dataset is share 1 of 2 already .*: give it the whole dataset"),
         (lambda: _OwnLoader(_DATA), "_OwnLoader, which iterates in a way of its own"),
+        (
+            lambda: pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(_DATA),
+            "torchdata StatefulDataLoader, which iterates in a way of its own",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(make: Callable[[], DataLoader], message: str) -> None:
