@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import io
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch import nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from booster.booster import Booster
+from booster.checkpoint import take_state
 from booster.errors import ConfigurationError
-from shardformer.lazy.weight_files import WeightFileError, refuses_code
+from shardformer.utils.json import read_json_object
+from shardformer.utils.typed_json import from_json, to_json
 
 _STATE = "booster"  # folder of the first model's checkpoint; those of others have a number
 
@@ -99,7 +102,8 @@ class StateFolders:
             ConfigurationError: if there is no model, a model has several optimizers, or a state is not plain data.
         """
         groups = self._groups()
-        custom = [_plain_bytes(each) for each in self._custom_objects]
+        for each in self._custom_objects:
+            _write_custom(each, None)
         extra = {
             "step": self.step,
             "schedulers": [each.scheduler.state_dict() for each in self._schedulers],
@@ -109,8 +113,8 @@ class StateFolders:
         for index, group in enumerate(groups):
             self.booster.save_checkpoint(_path(folder, index), **group, **({} if index else extra))
         if self.is_main_process:
-            for index, data in enumerate(custom):
-                _custom_file(folder, index).write_bytes(data)
+            for index, each in enumerate(self._custom_objects):
+                _write_custom(each, _custom_file(folder, index))
         self.wait_for_everyone()
 
     def _load(self, folder: Path) -> None:
@@ -124,7 +128,7 @@ class StateFolders:
             raise ConfigurationError(f"{folder} holds no state of save_state(); give the folder that it returned")
         _check_number("models", len(groups), len(list(folder.glob(f"{_STATE}*"))), folder)
         objects = self._custom_objects
-        _check_number("registered objects", len(objects), len(list(folder.glob("custom_*.pkl"))), folder)
+        _check_number("registered objects", len(objects), len(list(folder.glob("custom_*.json"))), folder)
         loaded = [self.booster.load_checkpoint(_path(folder, index), **each) for index, each in enumerate(groups)]
         extra = loaded[0]
         self.step = extra["step"]
@@ -136,7 +140,7 @@ class StateFolders:
         for loader, state in zip(self._dataloaders, extra["loaders"], strict=True):
             loader.load_state_dict(state, continues=self.use_stateful_dataloader)
         for index, each in enumerate(objects):
-            each.load_state_dict(_plain_values(_custom_file(folder, index), str(_custom_file(folder, index))))
+            take_state(each, _read_custom(_custom_file(folder, index)), "registered object")
 
     def _new_folder(self, output_dir: str | None) -> Path:
         """Return the folder of the next state: the given one, or by automatic naming.
@@ -227,20 +231,29 @@ def _check_number(kind: str, prepared: int, saved: int, folder: Path) -> None:
         )
 
 
-def _plain_bytes(custom: Any) -> bytes:
-    """Return the state of a registered object as a file that can be read without running code."""
-    buffer = io.BytesIO()
-    torch.save(custom.state_dict(), buffer)
-    _plain_values(io.BytesIO(buffer.getvalue()), f"the state_dict() of the registered {type(custom).__name__}")
-    return buffer.getvalue()
+def _write_custom(custom: Any, file: Path | None) -> None:
+    """Write the state of a registered object as JSON, and its tensors beside it; without a file, see whether it can be.
 
-
-def _plain_values(file: Path | io.BytesIO, name: str) -> Any:
+    Raises:
+        ConfigurationError: a part of the state cannot be kept.
+    """
+    tensors: list[Tensor] = []
     try:
-        with refuses_code(name):
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except WeightFileError as error:
+        state = to_json(custom.state_dict(), f"the state_dict() of the registered {type(custom).__name__}", tensors)
+    except ValueError as error:
         raise ConfigurationError(str(error)) from None
+    if file is not None:
+        save_file({str(number): each.clone() for number, each in enumerate(tensors)}, file.with_suffix(".safetensors"))
+        file.write_text(json.dumps({"state": state}), encoding="utf-8")
+
+
+def _read_custom(file: Path) -> Any:
+    try:
+        state = read_json_object(file)["state"]
+        tensors = load_file(file.with_suffix(".safetensors"))
+        return from_json(state, [tensors[str(number)] for number in range(len(tensors))])
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        raise ConfigurationError(f"{file} cannot be read ({error}); give what save_state() wrote") from error
 
 
 def _path(folder: Path, index: int) -> Path:
@@ -248,7 +261,7 @@ def _path(folder: Path, index: int) -> Path:
 
 
 def _custom_file(folder: Path, index: int) -> Path:
-    return folder / f"custom_checkpoint_{index}.pkl"
+    return folder / f"custom_checkpoint_{index}.json"
 
 
 def _refuse(method: str, options: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -25,41 +25,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_TYPE, _VALUE = "$type", "value"
+_TYPE, _VALUE, _APART = "$type", "value", "tensor apart"
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_BYTES = 2**24  # of one tensor or array: the text of a manifest is read whole
+_INLINE_BYTES = 2**10  # of one tensor, if larger ones have a file of their own
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
-def to_json(value: Any, name: str) -> Any:
+def to_json(value: Any, name: str, apart: list[Tensor] | None = None) -> Any:
     """Return what `json.dumps` takes for `value`, such that `from_json` returns an equal one.
 
     Args:
         value: a state: numbers, texts, containers, tensors on any device (which come back on the host), arrays, ...
         name: what to call it in an error.
+        apart: takes the bytes of each tensor of more than a kilobyte, [bytes] uint8 on the host, to be kept elsewhere;
+            None to keep all in the text.
 
     Raises:
         ValueError: a part of it cannot be kept; the message names its key and its type.
     """
-    return _encode(value, name, ())
+    return _encode(value, name, (), apart)
 
 
-def from_json(value: Any) -> Any:
+def from_json(value: Any, apart: Sequence[Tensor] = ()) -> Any:
     """Return the value that `to_json` was given.
+
+    Args:
+        apart: the bytes that `to_json` has left out.
 
     Raises:
         ValueError: it is of a kind, an enumeration, a member of one or a dtype that this process does not have.
     """
     if isinstance(value, list):
-        return [from_json(each) for each in value]
+        return [from_json(each, apart) for each in value]
     if not isinstance(value, dict):
         return value
     if value.keys() != {_TYPE, _VALUE}:
-        return {key: from_json(each) for key, each in value.items()}
+        return {key: from_json(each, apart) for key, each in value.items()}
     kind = value[_TYPE]
+    if kind == _APART and apart:
+        return apart[value[_VALUE]]
     if kind not in _KINDS:
         raise ValueError(f"the saved state has a value of the kind {kind!r}, which this version does not read")
-    return _KINDS[kind].decode(value[_VALUE])
+    return _KINDS[kind].decode(from_json(value[_VALUE], apart))
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class _Kind:
     Attributes:
         type: exactly this type, no subclass.
         encode: value -> parts, to be encoded in turn.
-        decode: parts as `encode` returned them, in JSON -> value.
+        decode: parts as `encode` returned them -> value.
     """
 
     type: type
@@ -77,16 +85,16 @@ class _Kind:
     decode: Callable[[Any], Any]
 
 
-def _encode(value: Any, path: str, parents: tuple[int, ...]) -> Any:
+def _encode(value: Any, path: str, parents: tuple[int, ...], apart: list[Tensor] | None) -> Any:
     if type(value) in _PLAIN:
         return value
     if id(value) in parents:
         raise ValueError(f"{path} contains itself; a checkpoint cannot keep it")
     inside = (*parents, id(value))
     if type(value) is list:
-        return [_encode(each, f"{path}[{index}]", inside) for index, each in enumerate(value)]
+        return [_encode(each, f"{path}[{index}]", inside, apart) for index, each in enumerate(value)]
     if type(value) is dict and all(type(key) is str for key in value) and _TYPE not in value:
-        return {key: _encode(each, f"{path}[{key!r}]", inside) for key, each in value.items()}
+        return {key: _encode(each, f"{path}[{key!r}]", inside, apart) for key, each in value.items()}
     kind = "enum" if isinstance(value, Enum) else _NAMES.get(type(value))
     if kind is None:
         raise ValueError(
@@ -94,15 +102,16 @@ def _encode(value: Any, path: str, parents: tuple[int, ...]) -> Any:
             "containers of them"
         )
     try:
-        parts = _KINDS[kind].encode(value)
+        parts = _tensor_parts(value, apart) if kind == "tensor" else _KINDS[kind].encode(value)
     except _CannotKeepError as error:
         raise ValueError(f"{path} is {error}") from None
     if isinstance(value, dict):
         parts = [
-            [_encode(key, f"a key of {path}", inside), _encode(each, f"{path}[{key!r}]", inside)] for key, each in parts
+            [_encode(key, f"a key of {path}", inside, apart), _encode(each, f"{path}[{key!r}]", inside, apart)]
+            for key, each in parts
         ]
     elif isinstance(parts, list):
-        parts = [_encode(each, f"{path}[{index}]", inside) for index, each in enumerate(parts)]
+        parts = [_encode(each, f"{path}[{index}]", inside, apart) for index, each in enumerate(parts)]
     return {_TYPE: kind, _VALUE: parts}
 
 
@@ -110,19 +119,26 @@ class _CannotKeepError(Exception):
     """A value of a known type that cannot be kept; the text follows '... is'."""
 
 
-def _tensor_parts(value: Tensor) -> dict[str, Any]:
+def _tensor_parts(value: Tensor, apart: list[Tensor] | None = None) -> dict[str, Any]:
     if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
         raise _CannotKeepError("a tensor that is sparse, quantised or without values; give a dense one")
     if value.requires_grad:
         raise _CannotKeepError("a tensor that requires gradients; give tensor.detach()")
     flat = value.cpu().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-    return {"dtype": str(value.dtype), "shape": list(value.shape), "bytes": _text(flat.numpy().tobytes())}
+    data: Any = {_TYPE: _APART, _VALUE: len(apart or ())}
+    if apart is None or flat.numel() <= _INLINE_BYTES:
+        data = _text(flat.numpy().tobytes())
+    else:
+        apart.append(flat)
+    return {"dtype": str(value.dtype), "shape": list(value.shape), "bytes": data}
 
 
 def _tensor(parts: dict[str, Any]) -> Tensor:
-    data = bytearray(base64.b64decode(parts["bytes"]))
-    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return flat.clone().view(_dtype(parts["dtype"])).reshape(parts["shape"])
+    flat = parts["bytes"]
+    if not isinstance(flat, Tensor):
+        data = bytearray(base64.b64decode(flat))
+        flat = torch.frombuffer(data, dtype=torch.uint8).clone() if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(_dtype(parts["dtype"])).reshape(parts["shape"])
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -196,25 +212,20 @@ def _pairs(value: Any) -> list[Any]:
     return list(value.items())
 
 
-def _made_of(made: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a reader that gives the decoded parts to `made`."""
-    return lambda parts: made(from_json(parts))
-
-
 def _scalar_of_numpy(parts: dict[str, Any]) -> np.generic:
     return _array(parts)[()]
 
 
 _KINDS: dict[str, _Kind] = {
-    "dict": _Kind(dict, _pairs, _made_of(dict)),
-    "ordered_dict": _Kind(OrderedDict, _pairs, _made_of(OrderedDict)),
-    "counter": _Kind(Counter, _pairs, lambda parts: Counter(dict(from_json(parts)))),
-    "tuple": _Kind(tuple, _items, _made_of(tuple)),
-    "set": _Kind(set, _items, _made_of(set)),
-    "frozenset": _Kind(frozenset, _items, _made_of(frozenset)),
-    "deque": _Kind(deque, lambda value: [_items(value), value.maxlen], lambda parts: deque(*from_json(parts))),
+    "dict": _Kind(dict, _pairs, dict),
+    "ordered_dict": _Kind(OrderedDict, _pairs, OrderedDict),
+    "counter": _Kind(Counter, _pairs, lambda parts: Counter(dict(parts))),
+    "tuple": _Kind(tuple, _items, tuple),
+    "set": _Kind(set, _items, set),
+    "frozenset": _Kind(frozenset, _items, frozenset),
+    "deque": _Kind(deque, lambda value: [_items(value), value.maxlen], lambda parts: deque(*parts)),
     "range": _Kind(range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
-    "slice": _Kind(slice, lambda value: [value.start, value.stop, value.step], lambda parts: slice(*from_json(parts))),
+    "slice": _Kind(slice, lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
     "complex": _Kind(complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     "bytes": _Kind(bytes, _text, base64.b64decode),
     "bytearray": _Kind(bytearray, _text, lambda parts: bytearray(base64.b64decode(parts))),
@@ -229,7 +240,7 @@ _KINDS: dict[str, _Kind] = {
     ),
     "enum": _Kind(Enum, _enum_parts, _enum),
     "tensor": _Kind(Tensor, _tensor_parts, _tensor),
-    "size": _Kind(torch.Size, _items, _made_of(torch.Size)),
+    "size": _Kind(torch.Size, _items, torch.Size),
     "dtype": _Kind(torch.dtype, str, _dtype),
     "device": _Kind(torch.device, str, torch.device),
     "array": _Kind(np.ndarray, _array_parts, _array),

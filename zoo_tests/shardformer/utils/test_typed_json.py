@@ -98,6 +98,17 @@ _VALUES = some.recursive(
 )
 
 
+def test_large_tensors_may_be_kept_apart() -> None:
+    apart: list[Tensor] = []
+    whole = {"average": (torch.arange(300).to(torch.complex128), {3: torch.ones(2000, 2).t().bfloat16()}), "n": 1}
+    text = json.dumps(to_json(whole, "value", apart))
+    assert len(text) < 1000
+    assert [each.dtype for each in apart] == [torch.uint8] * 2
+    assert is_equal(from_json(json.loads(text), apart), whole)
+    with pytest.raises(ValueError, match="of the kind 'tensor apart'"):
+        from_json(json.loads(text))
+
+
 @settings(max_examples=40, deadline=None)
 @given(_VALUES)
 def test_any_nesting_comes_back(value: Any) -> None:
