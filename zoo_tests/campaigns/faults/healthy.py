@@ -10,7 +10,6 @@ import contextlib
 import cProfile
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,7 +30,6 @@ from zoo_tests.campaigns.faults.job import COLLECTIVES, Model, ModelPolicy, crit
 LONGEST_DELAY_S = 5.0
 _CHANCE_IN_STEPS, _CHANCE_IN_THREADS = 0.001, 0.05
 _EVERY = 50  # steps between two saves, snapshots or evaluations
-_BURNERS = 2  # processes on each rank
 _BATCHES = 16
 
 
@@ -190,20 +188,10 @@ def evaluation_thread(job: Job) -> Iterator[AfterStep]:
 
 
 @contextlib.contextmanager
-def busy_processors(job: Job) -> Iterator[AfterStep]:
-    burners = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(_BURNERS)]
-    try:
-        yield lambda step: None
-    finally:
-        for burner in burners:
-            burner.kill()
-
-
-@contextlib.contextmanager
 def everything(job: Job) -> Iterator[AfterStep]:
-    """All but processes that do nothing but compute."""
+    """All of them at once."""
     with contextlib.ExitStack() as stack:
-        kinds = [kind for kind in KINDS.values() if kind not in (everything, busy_processors)]
+        kinds = [kind for kind in KINDS.values() if kind is not everything]
         after = [stack.enter_context(kind(job)) for kind in kinds]
         yield lambda step: [each(step) for each in after]
 
@@ -216,7 +204,6 @@ KINDS: dict[str, Kind] = {
     "torch's async_save": saves_of_torch,
     "profilers": profilers,
     "an evaluation thread": evaluation_thread,
-    "busy processors": busy_processors,
     "everything": everything,
 }
 
