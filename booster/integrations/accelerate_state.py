@@ -232,7 +232,7 @@ def _check_number(kind: str, prepared: int, saved: int, folder: Path) -> None:
 
 
 def _write_custom(custom: Any, file: Path | None) -> None:
-    """Write the state of a registered object as JSON, its tensors as safetensors; without a file, only check that it can be.
+    """Write the state of a registered object as JSON, its tensors as safetensors; without a file, check it alone.
 
     Raises:
         ConfigurationError: a part of the state cannot be kept.

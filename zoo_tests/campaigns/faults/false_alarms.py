@@ -25,8 +25,8 @@ _PAGE = """# False alarms
 Written by `python -m zoo_tests.campaigns.faults --healthy --steps {steps} --output docs/results/false_alarms.md`. Jobs
 of two ranks by `booster run` in which nothing fails, beside work that the failure monitor must not take for a fault.
 Collectives of other threads begin up to 5 s late at random, and so do steps of each rank. Ranks compare their counts of
-collectives five times a second (users: once in 2 s). torch {torch}, {cores} cores that run other work, too: load average
-up to {load:.0f}. {at_once} job(s) at once.
+collectives five times a second (users: once in 2 s). torch {torch}, {cores} cores with other work on them: load
+average up to {load:.0f}. {at_once} job(s) at once.
 
 {table}
 {alarms}
