@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +54,32 @@ class Plugin(ABC):
         Raises:
             ConfigurationError: the objects cannot be trained with this plugin's options; raised on every rank.
         """
+
+    @classmethod
+    def from_config(cls, path_or_dict: str | Path | dict[str, Any], **overrides: Any) -> Plugin:
+        """Create the plugin from a JSON file, its contents, or a text such as `tp=2,pp=2`; optional for a plugin."""
+        raise ConfigurationError(f"{cls.__name__} reads no configuration; give its options in the script")
+
+    @classmethod
+    def planned(cls, text: str, model: nn.Module, rows: int, length: int) -> Plugin:
+        """Create the plugin from a text, which may ask for the fastest layout of a model; optional for a plugin.
+
+        Args:
+            text: as for `from_config`; or `auto`, or `auto,memory=24GiB`.
+            model: the model to train.
+            rows: samples of a step of one rank.
+            length: tokens of a sample.
+        """
+        return cls.from_config(text)
+
+    @classmethod
+    def check_config(cls, path_or_dict: str | Path | dict[str, Any], num_ranks: int) -> str:
+        """Check what `from_config` would read, for so many ranks, without a job; return the layout for people.
+
+        Raises:
+            ConfigurationError: the options are invalid, or do not fit that many ranks.
+        """
+        raise ConfigurationError(f"{cls.__name__} reads no configuration; give its options in the script")
 
     def relayout(self, plugin: Plugin, objects: TrainingObjects) -> TrainingObjects:
         """Move the state of boosted objects to new ones under the layout of `plugin`; optional for a plugin.
@@ -184,7 +211,16 @@ def load_plugin(name: str, **options: Any) -> Plugin:
     Raises:
         ConfigurationError: no distribution registers it.
     """
+    return plugin_class(name)(**options)
+
+
+def plugin_class(name: str = "hybrid_parallel") -> type[Plugin]:
+    """Return the plugin that an installed distribution registers under `name`.
+
+    Raises:
+        ConfigurationError: no distribution registers it.
+    """
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         if entry.name == name:
-            return entry.load()(**options)
+            return entry.load()
     raise ConfigurationError(f"plugin='{name}' is not installed; use one of {available_plugins()}")

@@ -64,6 +64,11 @@ _plugin = import_from_here("plugins.hybrid_parallel")
 _attach(_plugin, "plugins.hybrid_parallel")
 
 
+def take_over() -> None:
+    """Have the script that this interpreter starts run under the layout of `BOOSTER_LAYOUT`; see `booster.takeover`."""
+    import_from_here("booster.takeover").install()
+
+
 def __getattr__(name: str) -> Any:
     """Look up a public name of `booster` or `plugins.hybrid_parallel`."""
     for module in (booster, _plugin):

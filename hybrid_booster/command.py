@@ -18,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if needs_no_torch(given):
         sys.exit(answer(given))
+    from booster import __version__  # noqa: F401 (before a module in it, which would be loaded twice)
     from booster.cli.main import main as run_command
 
     run_command(given)

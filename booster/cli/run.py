@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import re
 import signal
@@ -27,13 +28,16 @@ from booster.errors import ConfigurationError
 from booster.failure.failure_report import REPORT_VARIABLE
 from booster.failure.wait_status import STATUS_VARIABLE, note_children
 from booster.launch import PROFILE_FOLDER, PROFILE_STEPS
+from booster.plugin import plugin_class
 from booster.profiling.report import JobProfile
 from booster.shadows import hidden_beside
+from booster.takeover import VARIABLE as LAYOUT_VARIABLE
 
 _PROG = "booster run"
 _EXAMPLE = "`booster run --nproc-per-node 4 script.py`"
 EXAMPLES = (
     "booster run --nproc-per-node 4 script.py --epochs 3",
+    "booster run --nproc-per-node 4 --layout tp=2,pp=2 script.py",
     "booster run --nproc-per-node 4 --profile 3 script.py",
     "booster run --nproc-per-node 2 -m booster doctor --tp 2",
     "booster run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 script.py",
@@ -41,6 +45,7 @@ EXAMPLES = (
     "booster run --elastic --min-ranks 2 --max-ranks 4 script.py",
 )
 _PROFILE_FOLDER = "profile"
+_START = Path(__file__).resolve().parents[2] / "hybrid_booster" / "site"  # imported when a rank's interpreter starts
 _QUIET_PROFILER = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it logs its start, and what it cannot see
 _ONE_MACHINE = ("1", "1:1")
 _INTERRUPTED = 130
@@ -67,6 +72,7 @@ def main(arguments: list[str]) -> int:
     if not elastic:
         options.nproc_per_node = options.nproc_per_node or "1"
     _check(options)
+    _take_over(options)
     hidden = None if options.module or options.no_python else hidden_beside(Path(options.training_script).resolve())
     if hidden is not None:
         sys.stderr.write(f"note: {hidden}\n")
@@ -118,6 +124,8 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(nproc_per_node=None)  # 1, or as many as an elastic job may have
     command.add_argument("--profile", metavar="N", help="write a trace of N steps, with memory, of all ranks")
     command.add_argument("--profile-output", type=Path, metavar="DIR", help=f"where (./{_PROFILE_FOLDER})")
+    command.add_argument("--layout", metavar="LAYOUT", help="boost an unmodified script: tp=2,pp=2, FILE.json or auto")
+    command.add_argument("--memory", metavar="SIZE", help="of a device, for --layout auto, such as 24GiB")
     add_options(command)
     return command
 
@@ -155,6 +163,39 @@ def _profile(options: argparse.Namespace) -> JobProfile | None:
     os.environ |= {PROFILE_STEPS: str(profile.num_steps), PROFILE_FOLDER: str(profile.scratch)}
     os.environ |= {name: os.environ.get(name, level) for name, level in _QUIET_PROFILER.items()}
     return profile
+
+
+def _take_over(options: argparse.Namespace) -> None:
+    """Have the script that the ranks run boosted by the layout of the command line, or of the environment.
+
+    Raises:
+        ConfigurationError: the layout is invalid, or does not fit the ranks.
+    """
+    layout, inherited = options.layout, os.environ.get(LAYOUT_VARIABLE)
+    if options.memory is not None:
+        if layout != "auto":
+            raise ConfigurationError(f"--memory {options.memory} is for the planner; add --layout auto")
+        layout = f"auto,memory={options.memory}"
+    if layout is None and inherited is None:
+        return
+    if None not in (layout, inherited) and layout != inherited:
+        raise ConfigurationError(
+            f"--layout {layout} and {LAYOUT_VARIABLE}={inherited} are two layouts; use one of them"
+        )
+    layout = inherited if layout is None else layout
+    if Path(layout).is_file():
+        layout = str(Path(layout).resolve())
+    ranks = options.max_ranks if options.elastic else _number_of_ranks(options)
+    if ranks is not None:
+        plugin_class().check_config(layout, ranks)
+    os.environ[LAYOUT_VARIABLE] = layout
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_START), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _number_of_ranks(options: argparse.Namespace) -> int | None:
+    """Return the number of ranks of the job; None if it is known later."""
+    given = (options.nproc_per_node, options.nnodes.removeprefix("1:"))
+    return math.prod(map(int, given)) if all(map(str.isdecimal, given)) else None
 
 
 def _check_nproc(value: str) -> None:

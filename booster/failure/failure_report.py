@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from booster.errors import ConfigurationError
+from booster.takeover import is_installed
 
 INTERRUPTED = 130
 # Exit code of ranks of an elastic job that leave together at a step boundary (EX_TEMPFAIL of sysexits.h).
@@ -51,13 +52,14 @@ class Failure:
         """Create a failure from an exception, with its message in one line."""
         message = " ".join(str(error).split())[:_MAX_MESSAGE]
         interrupted = isinstance(error, KeyboardInterrupt)
+        is_of_command_line = isinstance(error, ConfigurationError) and is_installed()
         return cls(
             rank=rank,
             operation=operation,
             kind=type(error).__name__,
             message="interrupted" if interrupted else message,
             is_users=interrupted or isinstance(error, ConfigurationError),
-            exit_code=INTERRUPTED if interrupted else 1,
+            exit_code=INTERRUPTED if interrupted else 2 if is_of_command_line else 1,
         )
 
     @classmethod

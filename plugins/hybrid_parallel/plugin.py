@@ -24,7 +24,7 @@ from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check_boosted_optimizer
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, agree
-from plugins.hybrid_parallel.config.json_layout import is_description, options_of
+from plugins.hybrid_parallel.config.json_layout import is_planned, options_at
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_kind, check_loss
 from plugins.hybrid_parallel.data.loading import Loading, check_batch_size
@@ -46,7 +46,6 @@ from plugins.hybrid_parallel.zero.backward_checks import LabelCounts, check_weig
 from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients, counting
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.utils.freed_memory import return_freed_memory
-from shardformer.utils.json import read_json_object
 from shardformer.utils.parameter_names import names_of_parameters
 
 _EXTENSIONS = "plugins.hybrid_parallel"  # entry points
@@ -80,7 +79,7 @@ class HybridParallelPlugin(Plugin):
 
     @classmethod
     def from_config(cls, path_or_dict: str | Path | dict[str, Any], **overrides: Any) -> HybridParallelPlugin:
-        """Create a plugin from a JSON file or a dict.
+        """Create a plugin from a JSON file, a dict, or a text such as `tp=2,pp=2,zero_stage=2`.
 
         Args:
             path_or_dict: plugin options, or a description with `mode`, `sharding_size`, ...
@@ -89,18 +88,28 @@ class HybridParallelPlugin(Plugin):
         Raises:
             ConfigurationError: if the file does not exist or is not a JSON object, or if its contents are refused.
         """
-        options = path_or_dict
-        if not isinstance(options, dict):
-            path = Path(options)
-            if not path.is_file():
-                raise ConfigurationError(f"{path} does not exist; give a JSON file of HybridParallelPlugin options")
-            try:
-                options = read_json_object(path)
-            except ValueError as error:
-                raise ConfigurationError(str(error)) from None
-        if is_description(options):
-            options = options_of(options)
-        return cls(**{**options, **overrides})
+        return cls(**{**options_at(path_or_dict), **overrides})
+
+    @classmethod
+    def planned(cls, text: str, model: nn.Module, rows: int, length: int) -> HybridParallelPlugin:
+        """Create a plugin as `text` says, which may leave the layout to the planner; see `Plugin.planned`."""
+        if not is_planned(text):
+            return cls.from_config(text)
+        # Imported here: the planner is no part of training.
+        from plugins.hybrid_parallel.planner.plan import options_for_model
+
+        return cls.from_config(options_for_model(model, rows, length, _memory_of(text)))
+
+    @classmethod
+    def check_config(cls, path_or_dict: str | Path | dict[str, Any], num_ranks: int) -> str:
+        """Check options for `from_config` before the ranks are started; see `Plugin.check_config`."""
+        if is_planned(path_or_dict):
+            _memory_of(path_or_dict)
+            return path_or_dict
+        config = HybridParallelConfig.from_options(**options_at(path_or_dict))
+        dp_size = config.parallel.data_parallel_size(num_ranks)
+        config.zero.num_shards(dp_size * config.parallel.cp_size)
+        return config.layout(dp_size)
 
     @staticmethod
     def from_3d_config(
@@ -444,3 +453,17 @@ class HybridParallelPlugin(Plugin):
     @cached_property
     def _loading(self) -> Loading:
         return Loading(self.grid, self.config.debugging.seed)
+
+
+def _memory_of(text: str) -> str | None:
+    """Return the memory in a layout `auto,memory=24GiB`, checked; None if there is none."""
+    from plugins.hybrid_parallel.planner.plan import bytes_of
+
+    further = text.partition(",")[2].strip()
+    if not further:
+        return None
+    name, _, memory = further.partition("=")
+    if name.strip() != "memory":
+        raise ConfigurationError(f"the layout '{text}' has '{further}' where memory=24GiB, say, is due")
+    bytes_of(memory)
+    return memory

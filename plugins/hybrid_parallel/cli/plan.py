@@ -6,7 +6,6 @@ import argparse
 import gc
 import json
 import logging
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from plugins.hybrid_parallel.planner import failure_costs
 from plugins.hybrid_parallel.planner.device import PRESETS, Device, Link, preset
 from plugins.hybrid_parallel.planner.failure_costs import FailureAssumptions
 from plugins.hybrid_parallel.planner.packing import Packing
-from plugins.hybrid_parallel.planner.plan import Job, plan_for
+from plugins.hybrid_parallel.planner.plan import Job, bytes_of, plan_for
 from plugins.hybrid_parallel.planner.quantised_base import KINDS, QuantisedBase, quantised_by, with_adapter
 from plugins.hybrid_parallel.planner.report import draw, shortage, to_json, to_text
 from plugins.hybrid_parallel.planner.search import Plan
@@ -215,15 +214,10 @@ def parser() -> CommandParser:
 
 
 def _size(text: str) -> float:
-    """Parse a number of bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    number = float(match[1]) if match else 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is no amount of memory, such as 24GiB, 24GB or 24")
-    letters = "KMGT"
-    power = letters.index(match[2].upper()) + 1 if match[2] else 3
-    is_decimal = match[2] and not match[3] and text.strip().upper().endswith("B")
-    return number * (1000 if is_decimal else 1024) ** power
+    try:
+        return bytes_of(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> float:

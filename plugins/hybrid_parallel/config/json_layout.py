@@ -1,15 +1,22 @@
-"""JSON description of model parallelism: numbers of shards and stages, the sharded dim, and the device mapping."""
+"""JSON description of model parallelism: numbers of shards and stages, the sharded dim, and the device mapping.
+
+And options of the plugin as one word of a command line, such as `tp=2,pp=2,zero_stage=2`.
+"""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from booster.errors import ConfigurationError
+from booster.errors import ConfigurationError, check_names
 from plugins.hybrid_parallel.config.option_group import COUNT, OptionGroup, one_of, option, unknown_key
 from plugins.hybrid_parallel.config.options import OPTIONS
 from plugins.hybrid_parallel.config.parallel import DEVICE_MAPPING
+from shardformer.utils.json import read_json_object
 
 # Options that the description sets, so they must not be given in addition to it.
 _DECIDED = {"tp_size": "sharding_size", "pp_size": "stage_cnt", "num_microbatches": "accum_degree"}
@@ -68,6 +75,34 @@ class ParallelDescription(OptionGroup):
 _KEYS = [each.name for each in fields(ParallelDescription)]
 
 
+def options_at(config: str | Path | dict[str, Any]) -> dict[str, Any]:
+    """Return options of `HybridParallelPlugin` from a JSON file, a text such as `tp=2,pp=2`, or a dict of either form.
+
+    Raises:
+        ConfigurationError: the file does not exist or is not a JSON object, or a description is refused.
+    """
+    if is_planned(config):
+        raise ConfigurationError(f"the layout {config} is the planner's choice for a model, which is not known yet")
+    if not isinstance(config, dict):
+        path = Path(config)
+        if isinstance(config, str) and "=" in config and not path.is_file():
+            return options_of_text(config)
+        if not path.is_file():
+            raise ConfigurationError(
+                f"{path} does not exist; give a JSON file of HybridParallelPlugin options, or a text such as tp=2,pp=2"
+            )
+        try:
+            config = read_json_object(path)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+    return options_of(config) if is_description(config) else config
+
+
+def is_planned(config: Any) -> bool:
+    """Return whether a layout as text asks the planner: `auto`, or `auto,memory=24GiB`."""
+    return isinstance(config, str) and config.partition(",")[0].strip() == "auto"
+
+
 def is_description(values: Mapping[str, Any]) -> bool:
     """Return whether a JSON object has any key that belongs to a description and is not an option of the plugin."""
     return not (set(_KEYS) - set(OPTIONS)).isdisjoint(values)
@@ -99,3 +134,42 @@ def _unknown(further: Mapping[str, Any]) -> list[str]:
         elif name not in known:
             problems.append(unknown_key(name, known))
     return problems
+
+
+# Names of sizes in a layout as text.
+_SHORT = {name: f"{name}_size" for name in ("tp", "pp", "sp", "cp", "ep", "dp")}
+_CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
+_COMMAS = re.compile(r",(?![^\[{(]*[\]})])")  # outside of brackets
+
+
+def options_of_text(text: str) -> dict[str, Any]:
+    """Convert a layout as text to options of `HybridParallelPlugin`.
+
+    Args:
+        text: `option=value,…`; sizes may be called tp, pp, sp, cp, ep and dp. `sp` also turns sequence parallelism on.
+
+    Raises:
+        ConfigurationError: an option does not exist (the message names the closest one), has no value or several.
+    """
+    options: dict[str, Any] = {}
+    for part in _COMMAS.split(text):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if not name or not value:
+            raise ConfigurationError(f"the layout '{text}' has '{part}' where option=value is due; use tp=2,pp=2, say")
+        check_names([name], [*_SHORT, *OPTIONS], "a layout")
+        full = _SHORT.get(name, name)
+        if full in options:
+            raise ConfigurationError(f"the layout '{text}' gives {full} twice; give it once")
+        options[full] = _value_of(value)
+        if name == "sp" and options[full] != 1:
+            options.setdefault("enable_sequence_parallelism", True)
+    return options
+
+
+def _value_of(text: str) -> Any:
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):  # a word, such as bf16, or a path
+        return text

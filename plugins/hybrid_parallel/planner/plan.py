@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.offload import CPU
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
+from plugins.hybrid_parallel.distributed.mesh import control_group
 from plugins.hybrid_parallel.planner.calibrate import Calibration, calibrate
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.kernel_timing import Case
@@ -24,6 +29,7 @@ from plugins.hybrid_parallel.planner.space import Space
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
 from shardformer.distributed.random import random_numbers_apart
+from shardformer.lazy import record_module_init
 
 _TIMEOUT_S = 600.0
 _LEAST_TOKENS = 1024  # of a sample on a rank: with fewer, keys and values take longer to send than to use
@@ -90,6 +96,77 @@ def plan_apart(build: Callable[[], nn.Module], job: Job, device: Device | None) 
     calibration = measured_for(build, job) if device is None else None
     ((plan, _),) = run_on_local_ranks(_search_alone, 1, build, job, device, calibration, timeout_s=_TIMEOUT_S)
     return plan
+
+
+def plan_for_all_ranks(build: Callable[[], nn.Module], job: Job, device: Device | None) -> list[dict[str, Any]]:
+    """Plan on rank 0, and return the ranked layouts on every rank: name, options and predicted seconds of a step.
+
+    Raises:
+        ConfigurationError: the planner failed.
+    """
+    control_group()  # creating it is collective, so do it before rank 0 takes its own path
+    rows: list[dict[str, Any]] = []
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            plan = plan_apart(build, job, device)
+            rows = [
+                {"layout": str(each.layout), "options": each.layout.description(), "predicted": each.seconds.total}
+                for each in plan.ranked
+            ]
+        except Exception as error:  # the other ranks wait for an answer, whatever the error
+            problem = f"no layout was planned: {error}"
+    rows, problem = all_gather_json((rows, problem), control_group())[0]
+    if problem is not None:
+        raise ConfigurationError(problem)
+    return rows
+
+
+def bytes_of(text: str) -> float:
+    """Return a number of bytes from text, such as 24GiB, 24GB or 24, which is in GiB.
+
+    Raises:
+        ConfigurationError: it is no amount of memory.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    number = float(match[1]) if match else 0.0
+    if not 0 < number < float("inf"):
+        raise ConfigurationError(f"'{text}' is no amount of memory, such as 24GiB, 24GB or 24")
+    letters = "KMGT"
+    power = letters.index(match[2].upper()) + 1 if match[2] else 3
+    is_decimal = match[2] and not match[3] and text.strip().upper().endswith("B")
+    return number * (1000 if is_decimal else 1024) ** power
+
+
+def options_for_model(model: nn.Module, rows: int, length: int, memory: str | None) -> dict[str, Any]:
+    """Return the options of the fastest planned layout for a model in fp32; all ranks call it.
+
+    Args:
+        model: a model that its class builds from its `config`.
+        rows: samples of a step of one rank, if all were replicas.
+        length: tokens of a sample.
+        memory: what a rank may use, as text; None for the memory of the device.
+
+    Raises:
+        ConfigurationError: no layout fits.
+    """
+    job = Job(dist.get_world_size(), rows * dist.get_world_size(), length, "fp32")
+    job = replace(job, memory=None if memory is None else bytes_of(memory))
+
+    found = plan_for_all_ranks(partial(build_again, type(model), model.config), job, None)
+    if not found:
+        raise ConfigurationError(
+            f"no layout of {job.world_size} ranks fits {type(model).__name__} with {rows} samples of {length} tokens; "
+            "use more ranks, or smaller batches"
+        )
+    # Replicas have the script's own batches, however many there are.
+    return {name: value for name, value in found[0]["options"].items() if name != "accum_degree"}
+
+
+def build_again(model_class: type[nn.Module], config: Any) -> nn.Module:
+    """Build a new copy of a model whose weights are initialized lazily, on the ranks that need them."""
+    with record_module_init():
+        return model_class(config)
 
 
 def measured_for(build: Callable[[], nn.Module], job: Job) -> Calibration:

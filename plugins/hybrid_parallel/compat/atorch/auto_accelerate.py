@@ -24,12 +24,9 @@ from plugins.hybrid_parallel.compat.atorch.dry_run import Trial, alike, seconds_
 from plugins.hybrid_parallel.compat.atorch.options import AccelerateOptions
 from plugins.hybrid_parallel.compat.atorch.strategy import Strategy, plugin_of
 from plugins.hybrid_parallel.data.microbatch import to_device
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
-from plugins.hybrid_parallel.distributed.mesh import control_group
-from plugins.hybrid_parallel.planner.device import Device, preset
-from plugins.hybrid_parallel.planner.plan import Job, plan_apart
+from plugins.hybrid_parallel.planner.device import preset
+from plugins.hybrid_parallel.planner.plan import Job, build_again, plan_for_all_ranks
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
-from shardformer import record_module_init
 from shardformer.distributed.random import random_numbers_apart
 
 _logger = get_logger(__name__)
@@ -143,7 +140,7 @@ def _trial(
     else:
         make = partial(optim_func, **(options.optim_args or {}))
     return Trial(
-        build=partial(_anew, type(model), getattr(model, "config", None)),
+        build=partial(build_again, type(model), getattr(model, "config", None)),
         optimizer=make,
         criterion=loss_func,
         batches=lambda plugin: _loader(plugin, dataset, options),
@@ -156,7 +153,8 @@ def _find(
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Try the best planned layouts; return the options of the fastest, and the predicted and measured times."""
     job = _job(model, dataset, options)
-    rows = _plan(trial.build, job, options.device)
+    device = preset(options.device) if isinstance(options.device, str) else options.device
+    rows = plan_for_all_ranks(trial.build, job, device)
     rows = [row for row in rows if options.excluded is None or not options.excluded(row["options"])]
     tried = []
     for row in _different(rows, options.num_candidates):
@@ -183,26 +181,6 @@ def _different(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     return [*firsts.values(), *rest][:count]
 
 
-def _plan(build: Callable[[], nn.Module], job: Job, device: str | Device | None) -> list[dict[str, Any]]:
-    """Plan on rank 0, and return the ranked layouts on every rank."""
-    control_group()  # creating it is collective, so do it before rank 0 takes its own path
-    rows: list[dict[str, Any]] = []
-    problem = None
-    if dist.get_rank() == 0:
-        try:
-            plan = plan_apart(build, job, preset(device) if isinstance(device, str) else device)
-            rows = [
-                {"layout": str(each.layout), "options": each.layout.description(), "predicted": each.seconds.total}
-                for each in plan.ranked
-            ]
-        except Exception as error:  # the other ranks wait for an answer, whatever the error
-            problem = f"no layout was planned: {error}"
-    rows, problem = all_gather_json((rows, problem), control_group())[0]
-    if problem is not None:
-        raise ConfigurationError(problem)
-    return rows
-
-
 def _job(model: nn.Module, dataset: Dataset | None, options: AccelerateOptions) -> Job:
     if dataset is None:
         raise ConfigurationError("without a strategy layouts are tried with batches; give a dataset, or load_strategy")
@@ -215,12 +193,6 @@ def _job(model: nn.Module, dataset: Dataset | None, options: AccelerateOptions) 
         length = len(ids) if ids is not None else 1
     precision = options.precision or ("bf16" if torch.cuda.is_available() else "fp32")
     return Job(dist.get_world_size(), options.global_batch, int(length), precision)
-
-
-def _anew(model_class: type[nn.Module], config: Any) -> nn.Module:
-    """Build a new copy of the model whose weights are initialized lazily, on the ranks that need them."""
-    with record_module_init():
-        return model_class(config)
 
 
 def _optimizer_maker(
