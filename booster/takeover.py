@@ -40,13 +40,8 @@ def install() -> None:
     A rank keeps the layout from the processes that it starts, which are no ranks.
     """
     layout = os.environ.pop(VARIABLE, None) if "RANK" in os.environ else os.environ.get(VARIABLE)
-    if layout is not None and not is_installed():
+    if layout is not None and not any(isinstance(each, Takeover) for each in sys.meta_path):
         sys.meta_path.insert(0, Takeover(layout))
-
-
-def is_installed() -> bool:
-    """Return whether the script of this process is taken over."""
-    return any(isinstance(each, Takeover) for each in sys.meta_path)
 
 
 class Takeover(MetaPathFinder):
@@ -132,11 +127,11 @@ class Takeover(MetaPathFinder):
         """
         import torch.distributed as dist
 
-        from booster import ConfigurationError, launch_from_torch
+        from booster import ConfigurationError
         from booster.plugin import plugin_class
 
         if self._plugin is None:
-            launch_from_torch(seed=None)
+            _join()
             name, chosen = f"{given.__module__.partition('.')[0]}.{given.__qualname__}", plugin_class()
             if not self.layout.startswith("auto"):
                 self._plugin = chosen.from_config(self.layout)
@@ -281,10 +276,10 @@ class Takeover(MetaPathFinder):
 
     def _refusal(self, sentence: str) -> Exception:
         """Return the error of a sentence that all ranks say, which then is printed once."""
-        from booster import ConfigurationError, launch_from_torch
+        from booster import ConfigurationError
 
         with suppress(Exception):  # ranks that go another way
-            launch_from_torch(seed=None, timeout_s=_JOIN_S)
+            _join(timeout_s=_JOIN_S)
         return ConfigurationError(sentence)
 
     def _at_exit(self) -> None:
@@ -294,6 +289,15 @@ class Takeover(MetaPathFinder):
                 f"note: {VARIABLE}={self.layout} was not used: the script made no Trainer of transformers or TRL, no "
                 "Accelerator, and no Trainer or Fabric of Lightning\n"
             )
+
+
+def _join(**options: Any) -> None:
+    """Join the job, whose ranks end with the exit code of a mistake in the command line if the layout does not fit."""
+    from booster import launch_from_torch
+    from booster.failure.failure_report import LAYOUT_VARIABLE
+
+    os.environ[LAYOUT_VARIABLE] = "1"
+    launch_from_torch(seed=None, **options)
 
 
 def _sizes_of(model: Any, args: Any) -> tuple[int, int]:

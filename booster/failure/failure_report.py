@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from booster.errors import ConfigurationError
-from booster.takeover import is_installed
 
 INTERRUPTED = 130
 # Exit code of ranks of an elastic job that leave together at a step boundary (EX_TEMPFAIL of sysexits.h).
 LEFT = 75
 # Environment variable: a file that receives the line too; it tells `booster run` that the failure was reported.
 REPORT_VARIABLE = "BOOSTER_REPORT"
+# Set in ranks whose layout is from the command line: what does not fit it is a mistake there.
+LAYOUT_VARIABLE = "BOOSTER_TAKEN_OVER"
 _MAX_MESSAGE = 600
 # Error messages of gloo, NCCL and the store if another process did not do its part.
 _COMMUNICATION = re.compile(
@@ -52,7 +54,7 @@ class Failure:
         """Create a failure from an exception, with its message in one line."""
         message = " ".join(str(error).split())[:_MAX_MESSAGE]
         interrupted = isinstance(error, KeyboardInterrupt)
-        is_of_command_line = isinstance(error, ConfigurationError) and is_installed()
+        is_of_command_line = isinstance(error, ConfigurationError) and os.environ.get(LAYOUT_VARIABLE)
         return cls(
             rank=rank,
             operation=operation,
