@@ -1,0 +1,174 @@
+"""Runs public scripts plainly and under layouts, with no line changed.
+
+    python -m zoo_tests.campaigns.clients --scripts FOLDER --output docs/results/scripts.md
+
+The scripts are those of installed packages, and those of the folders that are named. What is compared: every number
+that a script logs or writes as JSON, and the weights that it saves, which plain transformers opens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo_tests.campaigns.clients.jobs import LAYOUTS, Job, jobs
+from zoo_tests.campaigns.clients.material import write
+from zoo_tests.harness.environment import environment_of_a_job
+from zoo_tests.scripts.outcome import CRASHES, DIFFERS, EXACT, HANGS, REFUSED, Outcome
+
+_LIMIT_S = 400
+_BATCH = 4
+_LOGGED = re.compile(r"\{'[a-z].*\}|epoch \d+: .*|.*(?:perplexity|accuracy): .*", re.IGNORECASE)
+_NUMBER = re.compile(r"'?(\w+)'?: '?(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b")
+_TIMES = re.compile(r"runtime|per_second|samples|total_flos|memory|epoch|num_input_tokens|_time|^time|lr$")
+_TOLERANCE = 2e-4  # of four digits that are printed, in fp32
+_SENTENCE = re.compile(r"^(?:\[rank\d\]: )?error: (.*)$", re.MULTILINE)
+Values = dict[str, list[float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scripts", nargs="*", type=Path, default=[], help="folders of scripts")
+    parser.add_argument("--only", nargs="*", help="names of files")
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--output", type=Path, help="the page whose table is written")
+    options = parser.parse_args()
+    known, unknown = jobs(options.scripts)
+    known = [job for job in known if not options.only or job.path.name in options.only]
+    outcomes: dict[tuple[str, str], Outcome] = {}
+    with tempfile.TemporaryDirectory() as place:
+        write(Path(place))
+        for job in known:
+            for layout, outcome in compare(job, options.layouts, Path(place)).items():
+                outcomes[job.path.name, layout] = outcome
+                print(f"{job.path.name:28} {layout:7} {outcome.kind:8} {outcome.detail[:600]}", flush=True)
+    for path in unknown:
+        print(f"{path.name:28} no arguments are known that make it small")
+    if options.output is not None:
+        put_into(options.output, table(outcomes, options.layouts))
+
+
+def compare(job: Job, layouts: list[str], place: Path) -> dict[str, Outcome]:
+    """Run a script plainly and under layouts: layout -> how that went."""
+    expected: dict[int, tuple[Values, dict]] = {}
+    outcomes = {}
+    for layout in layouts:
+        ranks, text, replicas = LAYOUTS[layout]
+        processes = 1 if job.has_batch else replicas
+        if processes not in expected:
+            start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+            ended, plain = _run(start, job, _BATCH, place)
+            if ended.returncode:
+                said = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}"]
+                return outcomes | {layout: Outcome("does not run plainly", said[0])}
+            expected[processes] = plain
+        start = ["-m", "booster", "run", "--nproc-per-node", str(ranks), "--layout", text]
+        try:
+            ended, found = _run(start, job, _BATCH // replicas if job.has_batch else _BATCH, place)
+        except subprocess.TimeoutExpired:
+            outcomes[layout] = Outcome(HANGS, f"after {_LIMIT_S} s")
+            continue
+        outcomes[layout] = _judge(ended, expected[processes], found)
+    return outcomes
+
+
+def _run(
+    start: list[str], job: Job, batch: int, place: Path
+) -> tuple[subprocess.CompletedProcess, tuple[Values, dict[str, torch.Tensor]]]:
+    out = place / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    environment = environment_of_a_job(HF_HUB_OFFLINE="1", HF_HOME=str(place / "cache"), OMP_NUM_THREADS="1")
+    environment["PYTHONPATH"] += os.pathsep + str(place)
+    command = [sys.executable, *start, *job.command(out, batch)]
+    ended = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
+    return ended, (_values(ended.stdout + ended.stderr, out), _weights(out))
+
+
+def _judge(ended: subprocess.CompletedProcess, expected: tuple[Values, dict], found: tuple[Values, dict]) -> Outcome:
+    if ended.returncode:
+        sentences = _SENTENCE.findall(ended.stderr)
+        if len(set(sentences)) == 1 and "Traceback" not in ended.stderr:
+            return Outcome(REFUSED, sentences[0])
+        errors = [line for line in ended.stderr.splitlines() if re.search(r"\w(Error|Exception)\b.*: ", line)]
+        return Outcome(CRASHES, ([*sentences[:1], *errors[-1:]] or ended.stderr.splitlines()[-1:] or [""])[-1])
+    for name, wanted in expected[0].items():
+        got = found[0].get(name, [])
+        if len(got) != len(wanted):
+            return Outcome(DIFFERS, f"{name}: {len(got)} values, not {len(wanted)}")
+        for one, other in zip(got, wanted, strict=True):
+            if abs(one - other) > _TOLERANCE * max(1.0, abs(other)):
+                return Outcome(DIFFERS, f"{name}: {one} for {other}")
+    if expected[1].keys() != found[1].keys():
+        return Outcome(DIFFERS, f"saved weights: {sorted(expected[1].keys() ^ found[1].keys())[:3]}")
+    worst = max((float((found[1][name] - each).abs().max()) for name, each in expected[1].items()), default=0.0)
+    if worst > _TOLERANCE:
+        return Outcome(DIFFERS, f"saved weights by {worst:.2g}")
+    return Outcome(EXACT, f"{sum(map(len, expected[0].values()))} values, {len(expected[1])} weights")
+
+
+def _values(printed: str, out: Path) -> Values:
+    """Numbers by name, in order, without those of time and memory."""
+    found: Values = {}
+    for line in _LOGGED.findall(printed):
+        for name, number in _NUMBER.findall(line):
+            if not _TIMES.search(name):
+                found.setdefault(name, []).append(float(number))
+    for file in sorted(out.glob("*_results.json")):
+        for name, value in json.loads(file.read_text()).items():
+            if isinstance(value, int | float) and not _TIMES.search(name):
+                found.setdefault(f"{file.name} {name}", []).append(float(value))
+    return found
+
+
+def _weights(out: Path) -> dict[str, Any]:
+    """The weights that a script has saved, as plain `from_pretrained` opens them."""
+    import transformers
+
+    if not list(out.glob("model*.safetensors")):
+        return {}
+    architecture = json.loads((out / "config.json").read_text())["architectures"][0]
+    return dict(getattr(transformers, architecture).from_pretrained(out, dtype=torch.float32).state_dict())
+
+
+def table(outcomes: dict[tuple[str, str], Outcome], layouts: list[str]) -> str:
+    """The table of scripts and layouts, and what was not exact."""
+    counts = Counter(outcome.kind for outcome in outcomes.values())
+    lines = [
+        "Runs: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) + ".",
+        "",
+        f"| Script | Lines changed | {' | '.join(layouts)} |",
+        "|---" * (len(layouts) + 2) + "|",
+    ]
+    for script in dict.fromkeys(name for name, _ in outcomes):
+        cells = [outcomes.get((script, layout), Outcome("")).kind for layout in layouts]
+        lines.append(f"| {script} | 0 | {' | '.join(cells)} |")
+    lines += ["", "What was not exact:", ""]
+    lines += [
+        f"- {script} {layout}: {outcome.detail}"
+        for (script, layout), outcome in outcomes.items()
+        if outcome.kind != EXACT
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def put_into(page: Path, text: str) -> None:
+    """Replace what is between the marks of a page."""
+    begin, end = "<!-- clients -->\n", "<!-- end of clients -->\n"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    page.write_text(before + begin + text + end + rest.partition(end)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
