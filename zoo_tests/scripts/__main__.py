@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from zoo_tests.harness.ranks import stop_pools
-from zoo_tests.scripts.outcome import Outcome, compare
+from zoo_tests.scripts.outcome import Outcome, compare, put_into
 from zoo_tests.scripts.port import LAYOUTS, NAMES, plain
 
 
@@ -27,19 +27,13 @@ def main() -> None:
     counts = Counter(outcome.kind for outcome in outcomes.values())
     print(", ".join(f"{kind}: {count}" for kind, count in counts.items()))
     if options.output is not None:
-        options.output.write_text(page(outcomes, options.only), encoding="utf-8")
+        put_into(options.output, "scripts", page(outcomes, options.only))
 
 
 def page(outcomes: dict[tuple[str, str], Outcome], names: list[str]) -> str:
     """The table, and the sentence of each refusal."""
     counts = Counter(outcome.kind for outcome in outcomes.values())
     lines = [
-        "# Scripts of real life",
-        "",
-        "Short training scripts as tutorials have them (`zoo_tests/scripts/plain`), run as they are, and on two ranks",
-        "with the lines that the README changes. Exact: every number that they print is that of the plain script, in",
-        "fp64. Written by `python -m zoo_tests.scripts --output docs/results/scripts.md`.",
-        "",
         "Runs: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) + ".",
         "",
         f"| Script | What it does | {' | '.join(LAYOUTS)} |",

@@ -117,3 +117,10 @@ def _judge(expected: Ended, ranks: list[Ended], tolerance: float, averages: bool
 
 def _numbers(printed: str) -> list[float]:
     return [float(number) for number in _NUMBER.findall(printed)]
+
+
+def put_into(page: Path, mark: str, text: str) -> None:
+    """Replace what is between two marks of a page."""
+    begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    page.write_text(before + begin + text + end + rest.partition(end)[2], encoding="utf-8")

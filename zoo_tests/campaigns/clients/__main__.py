@@ -25,7 +25,7 @@ import torch
 from zoo_tests.campaigns.clients.jobs import LAYOUTS, Job, jobs
 from zoo_tests.campaigns.clients.material import write
 from zoo_tests.harness.environment import environment_of_a_job
-from zoo_tests.scripts.outcome import CRASHES, DIFFERS, EXACT, HANGS, REFUSED, Outcome
+from zoo_tests.scripts.outcome import CRASHES, DIFFERS, EXACT, HANGS, REFUSED, Outcome, put_into
 
 _LIMIT_S = 400
 _BATCH = 4
@@ -56,7 +56,7 @@ def main() -> None:
     for path in unknown:
         print(f"{path.name:28} no arguments are known that make it small")
     if options.output is not None:
-        put_into(options.output, table(outcomes, options.layouts))
+        put_into(options.output, "clients", table(outcomes, options.layouts))
 
 
 def compare(job: Job, layouts: list[str], place: Path) -> dict[str, Outcome]:
@@ -161,13 +161,6 @@ def table(outcomes: dict[tuple[str, str], Outcome], layouts: list[str]) -> str:
         if outcome.kind != EXACT
     ]
     return "\n".join(lines) + "\n"
-
-
-def put_into(page: Path, text: str) -> None:
-    """Replace what is between the marks of a page."""
-    begin, end = "<!-- clients -->\n", "<!-- end of clients -->\n"
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    page.write_text(before + begin + text + end + rest.partition(end)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":
