@@ -21,7 +21,7 @@ _PLACE = Path(__file__).resolve().parents[1]
 
 
 def import_from_here(name: str) -> ModuleType:
-    """Import a package that is installed next to this one, under its own name; it runs when it is first used.
+    """Import a package or module that is installed next to this one, under its own name; it runs when it is first used.
 
     So the `booster` command shows help and versions without torch, whose import takes seconds.
 
@@ -33,7 +33,7 @@ def import_from_here(name: str) -> ModuleType:
     found = sys.modules.get(name)
     if found is not None:
         place = Path(found.__file__ or next(iter(found.__path__))).resolve()
-        if place.parent != own / last:
+        if own / last not in (place.parent, place.with_suffix("")):  # a package, a module
             raise ImportError(
                 f"'{name}' is {place} in this process, and not hybrid-booster's; import hybrid_booster before it, or "
                 "rename it",
