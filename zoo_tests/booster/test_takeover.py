@@ -171,7 +171,8 @@ def test_accelerate_launch_does_the_same(plain: dict, tmp_path: Path) -> None:
 
 def test_the_installed_file_calls_the_takeover() -> None:
     """As `site` reads it, twice as `booster run` does, without importing torch."""
-    source = f"import site, sys; [site.addsitedir({str(_START)!r}) for _ in 'ab']; print(sys.meta_path, 'torch' in sys.modules)"
+    read = f"site.addsitedir({str(_START)!r}); "
+    source = f"import site, sys; {read * 2}print(sys.meta_path, 'torch' in sys.modules)"
     for layout in ("tp=2", None):
         environment = environment_of_a_job(**({} if layout is None else {VARIABLE: layout}))
         out = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True).stdout
