@@ -131,7 +131,6 @@ class Takeover(MetaPathFinder):
         from booster.plugin import plugin_class
 
         if self._plugin is None:
-            _join()
             name, chosen = f"{given.__module__.partition('.')[0]}.{given.__qualname__}", plugin_class()
             if not self.layout.startswith("auto"):
                 self._plugin = chosen.from_config(self.layout)
@@ -166,6 +165,7 @@ class Takeover(MetaPathFinder):
         """Return the class of which an object is made where the script asks for a Trainer."""
         from booster.integrations.transformers import BoostedTrainer, boosted
 
+        _join()  # what cannot be boosted is said once
         takeover = self
 
         class TakenOver:
@@ -187,6 +187,7 @@ class Takeover(MetaPathFinder):
 
         from booster.integrations.accelerate import Accelerator
 
+        _join()
         takeover, native = self, self._classes["accelerate.accelerator"]
         names = list(inspect.signature(native.__init__).parameters)[1:]
 
@@ -205,6 +206,7 @@ class Takeover(MetaPathFinder):
         def __init__(this: Any, *args: Any, **options: Any) -> None:  # noqa: N807
             from booster import ConfigurationError
 
+            _join()
             name, strategy = f"{given.__module__.partition('.')[0]}.{given.__name__}", options.get("strategy", "auto")
             if not name.startswith("lightning."):
                 raise ConfigurationError(
