@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType as DistributedType  # scripts import it together with Accelerator
 from accelerate.utils import ProfileKwargs
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -29,7 +28,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
-from booster.integrations.accelerate_options import check_options, check_version
+from booster.integrations.accelerate_options import asked_of_launch, check_options, check_version
 from booster.integrations.accelerate_state import StateFolders
 from booster.integrations.accelerate_values import ReplicaValues
 from booster.integrations.environment import variables_of_this_rank
@@ -65,7 +64,7 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
         plugin = load_plugin(plugin) if isinstance(plugin, str) else plugin
         on_gpu = torch.cuda.is_available()
         check_options(options, getattr(plugin, "precision", "fp32"), on_gpu)
-        launch_from_torch(seed=None)
+        launch_from_torch(seed=None, **asked_of_launch(options))
         self.replicas = Replicas(plugin)
         self.booster = Booster(plugin=plugin)
         with variables_of_this_rank():
@@ -99,6 +98,37 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
         """Precision of the plugin: "no", "fp16", "bf16" or "fp8"."""
         precision = getattr(self.booster.plugin, "precision", "fp32")
         return "no" if precision == "fp32" else precision
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which data-parallel replica this rank belongs to."""
+        return self.process_index
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's position among those of its tensors."""
+        return self.booster.plugin.mesh.get_local_rank("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This rank's position among those of its sequences."""
+        return self.booster.plugin.mesh.get_local_rank("cp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.booster.plugin.mesh.get_local_rank("pp")
+
+    @property
+    def data_parallel_shard_rank(self) -> NoReturn:
+        """Refuse a position among FSDP's shards.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "accelerator.data_parallel_shard_rank is FSDP's, which is another engine; use data_parallel_rank"
+        )
 
     # ----- prepare -----
 
@@ -240,9 +270,33 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate gradients without communication."""
-        with self.booster.no_sync(model):
+        """Accumulate gradients of backward passes inside without communication; see `Booster.no_sync`.
+
+        A pass after it completes them, also of outputs that were computed inside.
+        """
+        with self.booster.no_sync(model) if isinstance(model, ModelWrapper) else nullcontext():
             yield
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Complete gradients in a backward pass inside, also within `no_sync`."""
+        before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync = before
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> NoReturn:
+        """Refuse Lomo, which updates weights in the backward pass.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "accelerator.lomo_backward() updates weights before ranks have summed their gradients; use another "
+            "optimizer, and accelerator.backward()"
+        )
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
@@ -283,9 +337,7 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader whose next iteration begins after so many batches; the order of samples stays the same."""
-        if isinstance(dataloader, PreparedLoader):
-            return dataloader.skip(num_batches)
-        return super().skip_first_batches(dataloader, num_batches)
+        return skip_first_batches(dataloader, num_batches)
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
@@ -337,6 +389,18 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
         """End trackers, wait for saves in the background, and leave the process group."""
         self.booster.finish_saving()
         super().end_training()
+
+
+def __getattr__(name: str) -> Any:
+    """Return what else accelerate exports: scripts have one import line for all names."""
+    return getattr(accelerate, name)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a loader whose next iteration begins after so many batches; see `Accelerator.skip_first_batches`."""
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skip(num_batches)
+    return accelerate.skip_first_batches(dataloader, num_batches)
 
 
 def _is_loader(each: Any) -> bool:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch.distributed as dist
 from accelerate.utils import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
     DynamoBackend,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
     ProfileKwargs,
 )
 
 from booster.errors import ConfigurationError
+from booster.logging import get_logger
+
+_log = get_logger(__name__)
 
 OLDEST = "1.1"  # the oldest release of accelerate that the integration runs with
 
@@ -31,13 +39,6 @@ _VARIABLES = {
     "ACCELERATE_USE_FSDP": "fsdp_plugin",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
-}
-_HANDLERS = {
-    "DistributedDataParallelKwargs": "DistributedDataParallel does not wrap the model; leave it out",
-    "GradScalerKwargs": "the plugin scales the loss; leave it out, and give "
-    "HybridParallelPlugin(precision='fp16', initial_scale=...)",
-    "InitProcessGroupKwargs": "the process group exists already; leave it out, and call "
-    "launch_from_torch(timeout_s=...) before",
 }
 
 
@@ -114,11 +115,37 @@ def _check_compilation(options: dict[str, Any]) -> None:
 
 
 def _check_handler(handler: Any, precision: str) -> None:
-    name = type(handler).__name__
-    if isinstance(handler, ProfileKwargs) or (isinstance(handler, AutocastKwargs) and precision == "fp32"):
+    reason = f"the plugin's precision {precision!r} holds everywhere; leave it out"
+    if isinstance(handler, DistributedDataParallelKwargs):
+        if handler.comm_hook == DDPCommunicationHookType.NO:
+            _say_once("DistributedDataParallelKwargs has no effect: boost() sums gradients, and wraps no model in DDP")
+            return
+        reason = f"boost() sends gradients, without the hook {handler.comm_hook.value!r}; leave comm_hook out"
+    elif isinstance(handler, GradScalerKwargs):
+        reason = "the plugin scales the loss; leave it out, and give HybridParallelPlugin("
+        reason += "precision='fp16', initial_scale=...)"
+    elif isinstance(handler, ProfileKwargs | InitProcessGroupKwargs) or (
+        isinstance(handler, AutocastKwargs) and precision == "fp32"
+    ):
         return
-    reason = _HANDLERS.get(name, f"the plugin's precision {precision!r} holds everywhere; leave it out")
-    raise ConfigurationError(f"Accelerator(kwargs_handlers=[{name}(...)]): {reason}")
+    raise ConfigurationError(f"Accelerator(kwargs_handlers=[{type(handler).__name__}(...)]): {reason}")
+
+
+def _say_once(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        _log.warning(line)
+
+
+def asked_of_launch(options: dict[str, Any]) -> dict[str, float]:
+    """Return the options of `launch_from_torch` that `InitProcessGroupKwargs` asks for: the time limit of collectives.
+
+    The plugin chooses the backend. A process group that exists already stays as it is, as in accelerate.
+    """
+    handlers = options.get("kwargs_handlers") or ()
+    asked = next((each for each in handlers if isinstance(each, InitProcessGroupKwargs)), None)
+    if asked is not None and dist.is_initialized():
+        _say_once("InitProcessGroupKwargs has no effect: the process group exists already")
+    return {} if asked is None else {"timeout_s": asked.timeout.total_seconds()}
 
 
 def _check_loading(config: DataLoaderConfiguration | None) -> None:

@@ -73,7 +73,6 @@ class HybridParallelPlugin(Plugin):
         self.config = replace(config, debugging=replace(config.debugging, debug=True)) if debug_is_asked() else config
         if dist.is_initialized():
             self.config.parallel.data_parallel_size(dist.get_world_size())
-        self._synchronises = True
         self._models: list[weakref.ref[HybridParallelModel]] = []
         self._flops: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
@@ -235,9 +234,10 @@ class HybridParallelPlugin(Plugin):
             check_weights_in_loss(loss)
         reducers = [each.reducer for each in optimizer.peers]
         # Gradient hooks run once per pass, as in plain torch, so each pass is reduced by itself.
-        synchronises = self._synchronises or any(reducer.hooks for reducer in reducers)
+        is_asked = all(model.require_backward_grad_sync for model in self._live_models())
+        synchronises = is_asked or any(reducer.hooks for reducer in reducers)
         if count is not None:
-            self._check_sum(synchronises)
+            self._check_sum(is_asked, synchronises)
         if optimizer.num_steps < FIRST_STEPS:
             check_loss(loss.detach(), self.grid)
             if count is not None:
@@ -301,9 +301,9 @@ class HybridParallelPlugin(Plugin):
     def _user_loop_of(self, optimizer: HybridParallelOptimizer) -> UserLoop:
         return next(model.user_loop for model in self._live_models() if optimizer in model.optimizers)
 
-    def _check_sum(self, synchronises: bool) -> None:
+    def _check_sum(self, is_asked: bool, synchronises: bool) -> None:
         """Refuse a loss (sum, count) whose count over all passes must be known, or added up, in another way."""
-        if not synchronises == self._synchronises:
+        if synchronises != is_asked:
             raise ConfigurationError(
                 "gradient hooks run on the gradients of each pass, which a (sum, count) inside of no_sync divides by "
                 "the count of later passes too; remove the hooks, or leave no_sync out"
@@ -357,11 +357,8 @@ class HybridParallelPlugin(Plugin):
         check_boosted_model(model)
         if optimizer is not None:
             check_boosted_optimizer(optimizer)
-        self._synchronises = False
-        try:
+        with model.no_sync():
             yield
-        finally:
-            self._synchronises = True
 
     def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Compare the state that ranks must share; without `optimizer`, for all optimizers of the model."""

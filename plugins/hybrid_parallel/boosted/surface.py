@@ -6,12 +6,14 @@ Each has the effect that it has on the plain model, or raises an error that says
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
@@ -20,6 +22,29 @@ from shardformer.quantised import is_quantised
 
 _OURS = ("booster.", "plugins.", "shardformer.")
 _FINISHED = "_is_surface"  # attribute of a model whose own attributes are set
+# What scripts read of DistributedDataParallel and set in it, without effect here.
+_AS_DDP = {
+    "find_unused_parameters": True,
+    "static_graph": False,
+    "require_forward_param_sync": True,
+    "device_ids": None,
+    "output_device": None,
+    "dim": 0,
+}
+# What each DistributedDataParallel has besides, of its buckets, buffers and copies.
+_PARTS_OF_DDP = (
+    *("batched_grad_copy", "broadcast_bucket_size", "broadcast_buffers", "bucket_bytes_cap", "bucket_bytes_cap_list"),
+    *(
+        "bucket_bytes_cap_default",
+        "device_mesh",
+        "forward_sync_buffers",
+        "gradient_as_bucket_view",
+        "logger",
+        "reducer",
+    ),
+    *("is_multi_device_module", "mixed_precision", "parameters_to_ignore", "skip_all_reduce_unused_params"),
+    "use_side_stream_for_tensor_copies",
+)
 
 
 class ModelSurface(GuardedModel):
@@ -79,6 +104,46 @@ class ModelSurface(GuardedModel):
                 memo.add(self)
             yield prefix, self
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    # ----- what scripts call on DistributedDataParallel -----
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether `booster.backward` sums gradients over replicas; without it they accumulate, until a pass with it."""
+        return all(optimizer.reducer.synchronises for optimizer in self.optimizers)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        for optimizer in self.optimizers:
+            optimizer.reducer.synchronises = value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication in this context; see `Booster.no_sync`."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # also what the user's model has under such a name
+        except AttributeError:
+            if name in _AS_DDP:
+                return _AS_DDP[name]
+            if name in ("process_group", "device_type"):
+                return self.mesh.group(DP_CP) if name == "process_group" else self.mesh.device.type
+            if name in ("join", "_set_static_graph"):
+                return nullcontext  # replicas have the same number of batches, of which the last may be empty on some
+            if name == "register_comm_hook":
+                return _refuse_comm_hook
+            if name not in _PARTS_OF_DDP and (name.startswith("__") or not hasattr(DistributedDataParallel, name)):
+                raise
+        raise AttributeError(
+            f"model.{name} is of DistributedDataParallel, which does not wrap a boosted model; leave it out, or ask "
+            "whether isinstance(model, DistributedDataParallel) before"
+        )
 
     # ----- hooks and weights -----
 
@@ -161,6 +226,13 @@ def _is_asked_for(param: nn.Parameter) -> bool:
     except RuntimeError:  # torch's answer for a leaf of autograd.grad
         return True
     return False
+
+
+def _refuse_comm_hook(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ConfigurationError(
+        "model.register_comm_hook() would change how DistributedDataParallel sends gradients, and boost() sends them; "
+        "leave it out, and use HybridParallelPlugin(precision='bf16') to send 16 bits"
+    )
 
 
 def _refuse_after_boost(what: str) -> NoReturn:

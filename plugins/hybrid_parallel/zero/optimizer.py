@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from booster import failure
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.guards import GuardedOptimizer
 from plugins.hybrid_parallel.loss.arithmetic import gradient_factor, unscaled
 from plugins.hybrid_parallel.loss.loss_scale import LossScale
@@ -259,7 +259,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
             What the user's optimizer returns: the closure's loss, if it evaluates one, as a mean over replicas.
 
         Raises:
-            ConfigurationError: there are no gradients, or a closure was given where steps may be skipped.
+            ConfigurationError: there are no gradients, a closure was given where steps may be skipped, or it is called
+                inside of `no_sync`.
             NonFiniteError: gradients are nan or inf; raised on all ranks, before the optimizer reads them.
         """
         refuse_average(self.applied_average)
@@ -267,6 +268,11 @@ class HybridParallelOptimizer(GuardedOptimizer):
             check_closure(self.loss_scale, self.nonfinite)
             self.has_missed_pass = False  # the closure is to leave gradients
         self.refuse_missed_pass()
+        if not self.reducer.synchronises and self.mesh.size(DP_CP) > 1:
+            raise ConfigurationError(
+                "optimizer.step() inside of no_sync would train each replica by its own gradients, as LocalSGD does, "
+                "and a layout keeps replicas equal; call it outside of no_sync, and leave LocalSGD out"
+            )
         self._groups.refuse_strangers()
         self.num_steps += 1
         for peer in self.peers:

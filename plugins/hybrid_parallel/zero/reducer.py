@@ -55,6 +55,7 @@ class GradientReducer:
         self.buckets, self.dp_group, self.overlap, self.waits = list(buckets), dp_group, overlap, waits
         self.hooks = hooks
         self.accepting = False  # inside a backward pass that the library runs
+        self.synchronises = True  # outside of no_sync
         self.counts: Counts | None = None  # of the losses of gradients that are pending; None for means
         self.is_reached = False  # whether a gradient has arrived since this was reset
         self.expects_none = False  # inside the backward pass of a loss of outputs that stages have computed

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from accelerate.utils import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DDPCommunicationHookType,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    MSAMPRecipeKwargs,
     ParallelismConfig,
     ProfileKwargs,
     TorchDynamoPlugin,
@@ -54,14 +56,11 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
 }
 _HANDLERS = [
     (
-        DistributedDataParallelKwargs(),
-        r"\[DistributedDataParallelKwargs\(...\)\]\): .* does not wrap the model; leave it",
+        DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16),
+        r"\[DistributedDataParallelKwargs\(...\)\]\): boost\(\) sends .* without the hook 'fp16'; leave comm_hook out",
     ),
     (GradScalerKwargs(), "the plugin scales the loss; leave it out, and give HybridParallelPlugin"),
-    (
-        InitProcessGroupKwargs(),
-        r"the process group exists already; leave it out, and call launch_from_torch\(timeout_s",
-    ),
+    (MSAMPRecipeKwargs(), "the plugin's precision 'fp32' holds everywhere; leave it out"),
 ]
 _VARIABLES = {
     "ACCELERATE_USE_FSDP": ("true", "ACCELERATE_USE_FSDP=true asks for fsdp_plugin: FSDP is another engine"),
@@ -92,7 +91,8 @@ def test_options_for_other_engines_are_refused() -> None:
 
 @distributed(2)
 def test_options_that_agree_with_the_plugin_are_taken() -> None:
-    given = {"cpu": True, "mixed_precision": "bf16", "kwargs_handlers": [ProfileKwargs()], "dynamo_backend": "no"}
+    handlers = [ProfileKwargs(), DistributedDataParallelKwargs(find_unused_parameters=True), InitProcessGroupKwargs()]
+    given = {"cpu": True, "mixed_precision": "bf16", "kwargs_handlers": handlers, "dynamo_backend": "no"}
     given |= {"rng_types": ["generator"], "device_placement": True, "step_scheduler_with_optimizer": False}
     with fresh_accelerate():
         accelerator = Accelerator(plugin=HybridParallelPlugin(tp_size=2, precision="bf16"), **given)
