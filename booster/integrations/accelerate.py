@@ -359,6 +359,7 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the weights of the whole model, in host memory, on all ranks; all ranks call it."""
+        model = self._boosted(model)
         if not isinstance(model, ModelWrapper):
             return super().get_state_dict(model, unwrap)
         return self.booster.plugin.checkpoint_io.whole_state_dict(model)
@@ -375,6 +376,7 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
         Raises:
             ConfigurationError: for `safe_serialization=False`, or if the directory cannot be written.
         """
+        model = self._boosted(model)
         if not isinstance(model, ModelWrapper):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return
@@ -384,6 +386,15 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
             )
         size = max_shard_size if isinstance(max_shard_size, str) else f"{max_shard_size / 1e3:f}KB"
         self.booster.save_model(model, str(save_directory), size_per_shard=size)
+
+    def save(self, obj: Any, f: str | os.PathLike, safe_serialization: bool = False) -> None:
+        """Write an object once, by the main process; a state dict of one rank's part as that of the whole model."""
+        gather = getattr(obj, "gather", None) if isinstance(obj, dict) else None
+        super().save(obj if gather is None else gather(), f, safe_serialization)
+
+    def _boosted(self, model: nn.Module) -> nn.Module:
+        """Return the prepared model that a model is, or that `unwrap_model` returned it of."""
+        return next((each for each in self._models if isinstance(each, ModelWrapper) and each.module is model), model)
 
     def end_training(self) -> None:
         """End trackers, wait for saves in the background, and leave the process group."""

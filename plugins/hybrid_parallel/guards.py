@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
+from booster.plugin import CheckpointIO
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from shardformer.shard_spec import spec_of
@@ -43,17 +45,13 @@ _BEFORE_BOOST = frozenset(
         "tie_weights",
     }
 )
-# Methods of transformers' models that write only this rank's weights -> the call that writes the whole model.
-_SAVED_BY = {
-    "save_pretrained": "booster.save_model(model, directory)",
-    "push_to_hub": "booster.save_model(model, directory), and upload the directory,",
-}
-
-
 _LOCAL_STATE = "model.state_dict() has this rank's part of the model alone"
-_SAVE_MODEL = "call booster.save_model(model, directory) on all ranks"
+_SAVE_MODEL = (
+    "call booster.save_model(model, directory) on all ranks, or what the script has: accelerator.save_model, "
+    "trainer.save_model, model.save_pretrained"
+)
 # Packages that read a state dict to load, copy or gather it.
-_READ_STATES = frozenset(("torch", "booster", "plugins", "shardformer"))
+_READ_STATES = frozenset(("torch", "booster", "plugins", "shardformer", "peft"))
 _log = get_logger(__name__)
 
 
@@ -73,11 +71,7 @@ class GuardedModel(ModelWrapper):
         self.mesh = mesh
         self.optimizers: list[Any] = []  # a live list, which the optimizers share
         self.gathers: Any = None  # gathers the parameters that ranks shard (ZeRO stage 3)
-        if not self.is_whole:
-            # Set on the wrapped model: scripts for DistributedDataParallel call model.module.save_pretrained.
-            for method in _SAVED_BY:
-                if hasattr(module, method):
-                    setattr(module, method, partial(_save_if_whole, module, method, self._cut_by()))
+        self.files = ModelFiles()
 
     def attach_optimizer(self, optimizer: GuardedOptimizer) -> None:
         """Add an optimizer of these weights: passes wait for the parameters that it gathers."""
@@ -171,8 +165,7 @@ class GuardedModel(ModelWrapper):
         if "destination" in kwargs and hasattr(state, "_metadata"):  # of a module around this one
             path = kwargs.get("prefix", "").removesuffix(".")
             state._metadata[path] = LocalMetadata(state._metadata.get(path, {}))
-            return state
-        return LocalState(state)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the wrapped model; optimizers take over changed weights in their next step.
@@ -201,24 +194,6 @@ class GuardedModel(ModelWrapper):
         for name in [each for each in state_dict if each.startswith(prefix)]:
             state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *given)
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `save_pretrained` of the wrapped model.
-
-        Raises:
-            ConfigurationError: if this rank holds only a part of the model, and `state_dict` is not the whole one.
-        """
-        with self.summon_full_params(writeback=False):
-            return self.module.save_pretrained(*args, **kwargs)
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `push_to_hub` of the wrapped model.
-
-        Raises:
-            ConfigurationError: if this rank holds only a part of the model.
-        """
-        with self.summon_full_params(writeback=False):
-            return self.module.push_to_hub(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigurationError(
@@ -258,8 +233,30 @@ class GuardedModel(ModelWrapper):
         return ", ".join(f"{name}={size}" for name, axis in sizes.items() if (size := self.mesh.size(axis)) > 1)
 
 
+@dataclass
+class ModelFiles:
+    """How a model's weights are gathered and written.
+
+    Attributes:
+        io: returns what writes and gathers models, which is imported when it is first needed; set by the plugin.
+        state: the whole weights, while a method of the model writes them.
+    """
+
+    io: Callable[[], CheckpointIO] | None = None
+    state: Mapping[str, Tensor] | None = None
+
+
 class LocalState(OrderedDict[str, Any]):
-    """State dict of one rank's shards: it can be loaded into this model again, but not saved to a file."""
+    """State dict of one rank's shards: it can be loaded into this model again, but not saved to a file.
+
+    Args:
+        state: names and tensors.
+        gather: returns the whole state dict, on all ranks; all of them call it.
+    """
+
+    def __init__(self, state: Any = (), gather: Callable[[], dict[str, Tensor]] | None = None) -> None:
+        super().__init__(state)
+        self.gather = gather
 
     def items(self) -> ItemsView[str, Any]:
         """Return names and tensors; refuse safetensors, which would write them, and warn code that may do so later."""
@@ -271,7 +268,7 @@ class LocalState(OrderedDict[str, Any]):
         return super().items()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalState:
-        return LocalState((name, copy.deepcopy(value, memo)) for name, value in self.items())
+        return LocalState(((name, copy.deepcopy(value, memo)) for name, value in self.items()), self.gather)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse_local_file()
@@ -288,7 +285,10 @@ class LocalMetadata(dict[str, Any]):
 
 
 class WholeState(dict[str, Tensor]):
-    """State dict of the whole model, gathered from all ranks: it may be saved."""
+    """State dict of the whole model, gathered from all ranks: it may be saved, as a plain dict."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[dict[str, Tensor]]]:
+        return dict, (dict(self),)
 
 
 class GuardedOptimizer(OptimizerWrapper):
@@ -367,16 +367,6 @@ def _refuse_local_file() -> NoReturn:
 @cache
 def _warn_of_local_state() -> None:
     _log.warning("%s; to save the model %s", _LOCAL_STATE, _SAVE_MODEL)
-
-
-def _save_if_whole(module: nn.Module, method: str, cut_by: str, *args: Any, **kwargs: Any) -> Any:
-    """Call the method of the model's class with weights that are whole; refuse to write this rank's own."""
-    if isinstance(kwargs.get("state_dict"), WholeState):
-        return getattr(type(module), method)(module, *args, **kwargs)
-    raise ConfigurationError(
-        f"model.{method}() would save this rank's part of the model alone under {cut_by}; call "
-        f"{_SAVED_BY[method]} on all ranks"
-    )
 
 
 def _refuse_change(method: str, *args: Any, **kwargs: Any) -> NoReturn:

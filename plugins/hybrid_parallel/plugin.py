@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -436,6 +436,7 @@ class HybridParallelPlugin(Plugin):
         for optim, groups in zip(objects.optimizers, original, strict=True):
             build_optimizer(optim, groups, names, built, self.config, grid, seed, len(original) == 1)
         finish_model(built, self.config, self.grid)
+        built.model.files.io = partial(getattr, self, "checkpoint_io")
         if not objects.optimizers:
             refuse_backward(built.model)
         if objects.optimizers or not built.model.is_whole or built.model.gathers:

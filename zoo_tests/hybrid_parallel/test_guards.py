@@ -123,11 +123,11 @@ def _change_and_save(layout: str, directory: str) -> None:
     _refuses("convert the model before boost", model.to_empty, device="cpu")
     _refuses("cannot be pickled", pickle.dumps, model)
     if layout != "dp2":
-        for each in (model, model.module):
-            _refuses("booster.save_model.*on all ranks", each.save_pretrained, directory)
+        _refuses("leave it out, on all ranks", model.save_pretrained, directory, state_dict=model.module.state_dict())
         state = copy.deepcopy(model.state_dict())  # of the best epoch, say
         model.load_state_dict(state)
         _refuses("booster.save_model.*on all ranks", torch.save, state, f"{directory}/model.pt")
+        _refuses("booster.save_model.*on all ranks", torch.save, model.module.state_dict(), f"{directory}/model.pt")
         _refuses("booster.save_model.*on all ranks", save_file, state, f"{directory}/model.safetensors")
         assert not Path(directory, "model.safetensors").exists()
         with mock.patch.object(guards._log, "warning") as warned:

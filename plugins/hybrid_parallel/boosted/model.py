@@ -17,6 +17,7 @@ from plugins.hybrid_parallel.boosted.copies import copy_module
 from plugins.hybrid_parallel.boosted.facade import method_as_declared
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from plugins.hybrid_parallel.boosted.output_parts import AUX_LOSS
+from plugins.hybrid_parallel.boosted.pretrained import write_whole
 from plugins.hybrid_parallel.boosted.router_parts import forward_with_aux_loss
 from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
@@ -110,6 +111,7 @@ class HybridParallelModel(WholeModelView):
         self.expert_balance: ExpertBalance | None = None
         self.options = ForwardOptions(module, mesh)
         self.user_loop = UserLoop(self, context.pipeline)
+        write_whole(self)
         self.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridParallelModel:
@@ -122,7 +124,7 @@ class HybridParallelModel(WholeModelView):
             runtime, ShardContext(self.origin, tied, self.stream, self.user_loop.splitter.pipeline, self.units)
         )
         refuse_backward(made)
-        made.training = self.training  # the flags of inner modules are copied already
+        made.files.io, made.training = self.files.io, self.training  # the flags of inner modules are copied already
         return made
 
     @property

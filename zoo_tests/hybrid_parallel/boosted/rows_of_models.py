@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -227,18 +228,45 @@ def _load_state_dict(sides: Sides) -> None:
 
 
 def _save_pretrained(sides: Sides) -> None:
+    """Of the boosted model, of what it wraps, with more options, and of a model inside; by rank 0 alone under dp."""
+    calls: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
+        (lambda model: model, {}),
+        (lambda model: getattr(model, "module", model), {"save_function": torch.save, "max_shard_size": "40KB"}),
+        (lambda model: model, {"variant": "own"}),
+        (lambda model: model.model, {}),
+    ]
+    for number, (chosen, options) in enumerate(calls):
+        ours, plain = (chosen(model) for model in sides.models)
+        if sides.is_cut or dist.get_rank() == 0:
+            # Folders of each rank's own, as of tempfile: that of rank 0 is written.
+            ours.save_pretrained(
+                sides.folder / f"{number}-of-{dist.get_rank()}", is_main_process=dist.get_rank() == 0, **options
+            )
+        dist.barrier()
+        given = {name: value for name, value in options.items() if name == "variant"}
+        opened, report = type(plain).from_pretrained(sides.folder / f"{number}-of-0", output_loading_info=True, **given)
+        assert not any(report.values()), report
+        saved = opened.state_dict()
+        assert all(torch.equal(saved[name], value) for name, value in plain.state_dict().items())
     if sides.is_cut:
-        sides.refused("booster.save_model.*on all ranks", sides.model.save_pretrained, sides.folder)
-        sides.booster.save_model(sides.model, sides.folder)
-    elif dist.get_rank() == 0:
-        sides.model.save_pretrained(sides.folder)
-    dist.barrier()
-    saved = type(sides.plain).from_pretrained(sides.folder).state_dict()
-    assert all(torch.equal(saved[name], value) for name, value in sides.plain.state_dict().items())
+        part = {name: each.clone() for name, each in sides.model.named_parameters()}
+        sides.refused(
+            "is this rank's part of the model alone", sides.model.save_pretrained, sides.folder, state_dict=part
+        )
 
 
 def _push_to_hub(sides: Sides) -> None:
-    sides.refused("booster.save_model.*upload the directory", sides.model.push_to_hub, "name")
+    """Rank 0 uploads the folder of the whole model."""
+    seen = []
+
+    def push(model: Any, repo_id: str) -> None:
+        model.save_pretrained(sides.folder)
+        saved = type(sides.plain).from_pretrained(sides.folder).state_dict()
+        seen.extend(torch.equal(saved[name], value) for name, value in sides.plain.state_dict().items())
+
+    with mock.patch.object(type(sides.plain), "push_to_hub", push):
+        sides.model.push_to_hub("somebody/model")
+    assert all(seen) and bool(seen) == (dist.get_rank() == 0)
 
 
 def _pickle(sides: Sides) -> None:

@@ -1,0 +1,146 @@
+"""`save_pretrained`, `push_to_hub` and `state_dict` of a model of which each rank has a part, and of modules inside it.
+
+Scripts call them on the boosted model, on what `unwrap` or `model.module` gives, or on an encoder inside of it; all
+ranks do, as under DistributedDataParallel with `is_main_process`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.guards import GuardedModel, LocalState, WholeState
+from shardformer.shard_spec import spec_of
+from shardformer.stages.placeholders import StagePlaceholder
+
+_METHODS = ("save_pretrained", "push_to_hub")
+# Arguments of `save_pretrained` that writing from all ranks knows; with others, rank 0 writes the gathered weights.
+_STREAMED = frozenset(("is_main_process", "save_function", "max_shard_size", "safe_serialization", "state_dict"))
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors", "booster")
+_STATE = "_state_of_rank"  # attribute of a module whose state dict is a part
+
+
+def write_whole(model: GuardedModel) -> None:
+    """Let the modules of a boosted model write whole weights, and mark their state dicts that are a part of them."""
+    for path, module in model.module.named_modules():
+        for method in _METHODS:
+            if hasattr(type(module), method):
+                vars(module)[method] = _WholeCall(model, module, path, method)
+        if not model.is_whole and (path == "" or _is_cut(module)):
+            if _STATE not in vars(module):
+                module._register_state_dict_hook(_mark)
+            vars(module)[_STATE] = _WholeCall(model, module, path, "state_dict")
+
+
+def _is_cut(module: nn.Module) -> bool:
+    return any(isinstance(each, StagePlaceholder) for each in module.modules()) or any(
+        spec_of(param).full_shape != tuple(param.shape) for param in module.parameters()
+    )
+
+
+def _mark(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> LocalState | None:
+    return None if prefix else LocalState(state, vars(module)[_STATE].gathered)
+
+
+class _WholeCall:
+    """A method of a module of a boosted model, that works on whole weights.
+
+    Args:
+        model: the boosted model.
+        module: the model inside it, or a module of that.
+        path: name of the module there; empty for the model itself.
+        method: name of the method.
+    """
+
+    def __init__(self, model: GuardedModel, module: nn.Module, path: str, method: str) -> None:
+        self.model, self.module, self.path, self.method = model, module, path, method
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WholeCall:
+        return self  # the copy of the model replaces it by its own
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigurationError(
+            "a model that boost() has sharded cannot be pickled; use model.save_pretrained(folder)"
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method of the module's class; all ranks call it, unless each has, or is given, the whole weights.
+
+        Raises:
+            ConfigurationError: if `state_dict` is one rank's part, or the folder cannot be written; on all ranks.
+        """
+        plain = getattr(type(self.module), self.method).__get__(self.module)
+        given = kwargs.get("state_dict")
+        has_all = self.model.is_whole and not self.model.gathers
+        if has_all or (given is not None and self._is_whole(given)):
+            return plain(*args, **kwargs)
+        if self.model.files.state is not None:  # called by push_to_hub
+            return plain(*args, **kwargs | {"state_dict": self._of_module(self.model.files.state)})
+        return self._save_together(plain, args, kwargs)
+
+    def gathered(self) -> dict[str, Tensor]:
+        """Return the whole state dict of the module, in host memory; all ranks call it."""
+        return dict(self._of_module(self.model.files.io().whole_state_dict(self.model)))
+
+    def _save_together(self, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        options = inspect.signature(plain).bind(*args, **kwargs).arguments
+        options |= options.pop("kwargs", {})
+        if self.method == "save_pretrained" and not self.path and self._may_stream(options):
+            folder = all_gather_json(str(options["save_directory"]))[0]  # each rank may have made one of its own
+            self.model.files.io().save_model(self.model, folder, _size(plain, options))
+            return None
+        state = self._of_module(self.model.files.io().whole_state_dict(self.model))
+        return raise_on_all_ranks(lambda: self._write(plain, args, kwargs, state) if dist.get_rank() == 0 else None)
+
+    def _write(self, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], state: WholeState) -> Any:
+        if self.method == "save_pretrained":
+            return plain(*args, **kwargs | {"state_dict": state})
+        self.model.files.state = state
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            self.model.files.state = None
+
+    def _may_stream(self, options: Mapping[str, Any]) -> bool:
+        function = options.get("save_function")
+        kinds = (plain.__module__ for plain in (getattr(type(self.module), self.method), function) if plain is not None)
+        return (
+            set(options) - {"save_directory"} <= _STREAMED
+            and options.get("safe_serialization", True)
+            and all((kind or "").partition(".")[0] in _LIBRARIES for kind in kinds)
+        )
+
+    def _is_whole(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state dict has whole tensors, of the script's own making too; refuse one rank's part."""
+        if isinstance(state, WholeState) or not state:
+            return True
+        own = dict(self.module.named_parameters(remove_duplicate=False))
+        shapes = {name: spec_of(param).full_shape for name, param in own.items()}
+        cut = any(tuple(value.shape) != shapes.get(name, tuple(value.shape)) for name, value in state.items())
+        has_stage = self.model.mesh.size("pp") > 1 and set(state) <= set(self.module.state_dict())
+        if cut or has_stage or isinstance(state, LocalState):
+            raise ConfigurationError(
+                f"model.{self.method}() got a state_dict that is this rank's part of the model alone; leave it out, on "
+                "all ranks, or give state_dict=accelerator.get_state_dict(model)"
+            )
+        return True
+
+    def _of_module(self, state: Mapping[str, Tensor]) -> WholeState:
+        start = f"{self.path}." if self.path else ""
+        return WholeState({name.removeprefix(start): each for name, each in state.items() if name.startswith(start)})
+
+
+def _size(plain: Callable[..., Any], options: Mapping[str, Any]) -> str:
+    """Return the largest size of a file, which transformers gives in bytes or as a string."""
+    size = options.get("max_shard_size")
+    if size is None:
+        with suppress(KeyError):
+            size = inspect.signature(plain).parameters["max_shard_size"].default
+    return f"{size / 1e3:f}KB" if isinstance(size, int) else size or "50GB"
