@@ -1,8 +1,8 @@
 """The pages of the documentation, and the scripts in them.
 
 A python block belongs to the script that the last comment `<!-- script: … -->` above it began. The comment says how the
-script runs: `4 ranks`, `1 rank`, or `command` for one that a reader starts by `booster run` as it stands. A `py` block
-is another library's code, which does not run.
+script runs: `4 ranks`, `1 rank`, `python`, or `command` for one that a reader starts by `booster run` as it stands. A
+`py` block is another library's code, whose name is its title.
 """
 
 from __future__ import annotations
@@ -67,6 +67,19 @@ def scripts_of(page: Path) -> list[Script]:
                 raise ValueError(f"{page.name}:{number} is python, but no comment says how to run it")
             scripts[-1].lines[number] = line
     return scripts
+
+
+def blocks_of(page: Path) -> list[tuple[str, str]]:
+    """Language, with its title if it has one, and text of each fenced block of a page."""
+    blocks: list[tuple[str, str]] = []
+    inside = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if _FENCE.match(line):
+            inside = not inside
+            blocks += [(line.removeprefix("```").strip(), "")] if inside else []
+        elif inside:
+            blocks[-1] = (blocks[-1][0], f"{blocks[-1][1]}{line}\n")
+    return blocks
 
 
 def links_of(page: Path) -> list[str]:

@@ -5,15 +5,20 @@ What fails here first is an example that the code has left behind: the traceback
 
 from __future__ import annotations
 
+import ast
+import json
 import linecache
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from zoo_tests.docs.pages import ALONE, COMMAND, PAGES, Script, scripts_of
+from booster.cli.main import load_command
+from zoo_tests.docs.pages import ALONE, COMMAND, PAGES, Script, blocks_of, scripts_of
 from zoo_tests.harness.ranks import rank_context, run_on_ranks
 
 SCRIPTS = [script for page in PAGES for script in scripts_of(page)]
@@ -85,6 +90,38 @@ def test_script_runs_by_itself(script: Script, tmp_path: Path) -> None:
     process.start()
     process.join(_TIMEOUT_S)
     assert process.exitcode == 0, "see the traceback in what the test printed"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_block_of_code_is_left_out(page: Path) -> None:
+    """Each runs above, is another library's, or has commands whose options exist; what is none of these is no code."""
+    for language, text in blocks_of(page):
+        name, _, title = language.partition(" ")
+        if name == "py":
+            ast.parse(text)
+            assert title and title != 'title="Hybrid Booster"', f"python of our own, which does not run: {text}"
+        elif name == "bash":
+            for line in text.replace("\\\n", " ").splitlines():
+                _check_command(shlex.split(line, comments=True) if line.startswith("booster ") else [])
+        elif name == "json":
+            json.loads(text)
+        elif name in ("text", ""):
+            assert not _is_code(text), f"code that does not run: {text}"
+        else:
+            assert name in ("python", "diff"), f"a block of {language}"
+
+
+def _check_command(words: list[str]) -> None:
+    if len(words) > 1 and words[1] not in ("init", "completion"):
+        sys.modules[load_command(words[1]).__module__].parser().parse_args(words[2:])
+
+
+def _is_code(text: str) -> bool:
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError:
+        return bool(re.search(r"^\s*(from \w[\w.]* import |import \w|def \w+\(|class \w+[(:])", text, re.MULTILINE))
+    return any(isinstance(node, ast.Call | ast.stmt) and not isinstance(node, ast.Expr) for node in nodes)
 
 
 def test_there_is_a_script_for_the_main_job() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.fabric.strategies import DataParallelStrategy
 from lightning.fabric.strategies import ParallelStrategy as FabricStrategy
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy as TrainerStrategy
@@ -122,3 +123,7 @@ class HybridParallelStrategy(TrainerMethods, FabricMethods):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint; see `TrainerMethods.load_checkpoint` and `FabricMethods.load_checkpoint`."""
         return self._methods.load_checkpoint(self, *args, **kwargs)
+
+
+# Fabric wants no `launch()` before `setup()` for these, which start no processes either.
+DataParallelStrategy.register(HybridParallelStrategy)
