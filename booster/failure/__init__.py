@@ -15,6 +15,7 @@ from booster.failure.hooks import (
     is_watching,
     publish,
     report_uncaught,
+    requests,
     staying_outermost,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "is_watching",
     "publish",
     "report_uncaught",
+    "requests",
     "staying_outermost",
 ]

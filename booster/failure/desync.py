@@ -73,6 +73,7 @@ class DesyncDetector:
         self._standstill_s = _STANDSTILL_S if one_machine else _STANDSTILL_OVER_NETWORK_S
         self.dead: dict[int, int | None] = {}  # rank -> wait status, for ranks that have ended and cannot answer
         self._answered = 0
+        self._has_ended = False
         self._counted_as_blocked = False
         self._all_blocked_looks = 0
         self._next_look = self._next_probe = 0.0
@@ -86,7 +87,7 @@ class DesyncDetector:
         if number > self._answered:
             self._answer(store, number)
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_look or self._has_ended:
             return
         self._next_look = now + _LOOK_S
         self._look_for_standstill(store)
@@ -125,6 +126,7 @@ class DesyncDetector:
 
     def say_ended(self, store: dist.Store) -> None:
         """Record that this rank's script has ended: a rank that waits for it waits forever."""
+        self._has_ended = True
         groups = self.operations.counts.records(with_operations=False)
         store.set(f"ended/{self.rank}", json.dumps(RankSnapshot(self.rank, groups=groups, ended=True).to_json()))
         if not self._counted_as_blocked:
@@ -139,6 +141,15 @@ class DesyncDetector:
         where = places([one for one in snapshots if one.rank != self.rank])
         # A lost rank explains by itself why the ranks that depend on it are behind the others.
         return DesyncReport(None if silent else diagnose_mismatch(snapshots), tuple(silent), where)
+
+    def others_wait(self, store: dist.Store) -> bool:
+        """Return whether all other ranks wait for something, or have ended."""
+        if not self._takes_lead(store):
+            return False
+        snapshots, silent = self._ask_all(store)
+        store.set(_LEADER, "")
+        others = (one for one in snapshots if one.rank != self.rank)
+        return not silent and all(one.ended or one.blocked_s >= self._standstill_s for one in others)
 
     # ----- standstill -----
 
@@ -229,7 +240,8 @@ class DesyncDetector:
 
     def _answer(self, store: dist.Store, number: int) -> None:
         self._answered = number
-        store.set(f"answer/{number}/{self.rank}", json.dumps(self.snapshot().to_json()))
+        if not self._has_ended:  # which has been said
+            store.set(f"answer/{number}/{self.rank}", json.dumps(self.snapshot().to_json()))
 
 
 def _may_be_reported(snapshots: list[RankSnapshot], one_machine: bool) -> bool:

@@ -21,6 +21,7 @@ from booster.errors import ConfigurationError, NonFiniteError, SynchronyError, V
 from booster.failure.failure_report import LEFT, Failure, is_about_communication
 from booster.failure.monitor import FailureMonitor, end_process, exit_now, say
 from booster.failure.operation_log import Operations
+from booster.failure.rank_requests import Requests
 
 # Raised on every rank, and a caller may handle them: they are published only if they stay uncaught.
 _RAISED_ALIKE = (ConfigurationError, NonFiniteError, SynchronyError, VerificationError, StopIteration)
@@ -119,6 +120,11 @@ def staying_outermost() -> Iterator[None]:
     finally:
         _Process.previous_hook = sys.excepthook
         sys.excepthook = _on_uncaught
+
+
+def requests() -> Requests | None:
+    """Return what asks other ranks while they are elsewhere; None unless the failure monitor runs."""
+    return None if _Process.monitor is None else _Process.monitor.requests
 
 
 def is_watching() -> bool:
@@ -250,6 +256,8 @@ def _at_exit() -> None:
         monitor.say_ended(_Process.exit_code)
         if _Process.exit_code == LEFT:  # all ranks leave now, and the next round waits for the end of their processes
             exit_now(LEFT)
+        if monitor.requests.answers:
+            monitor.requests.linger()
     if dist.is_initialized() and _Process.own_group is not None and dist.group.WORLD is _Process.own_group():
         dist.destroy_process_group()
     if monitor is not None:

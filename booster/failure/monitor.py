@@ -21,6 +21,7 @@ from booster.failure.failure_report import REPORT_VARIABLE, Failure, ending, is_
 from booster.failure.machine_links import OtherMachines
 from booster.failure.operation_log import Operations
 from booster.failure.peers import Address, Peer, StoppedPeers
+from booster.failure.rank_requests import Requests
 from booster.failure.stack_probe import MainThreadProbe, current_wait, wait_of_error
 from booster.failure.store_client import StoreClient
 from booster.logging import get_logger
@@ -93,6 +94,7 @@ class FailureMonitor(threading.Thread):
         machines, host = [address.machine for address in addresses], store_name.rpartition(":")[0]
         self.machines = OtherMachines(rank, machines, host, heartbeat_s, self._conclude)
         self.link.periodic_tasks.append(self.machines.look)
+        self.requests = Requests(self.link, self.inquiries, rank, world_size, self.peers)
         self._stopped, self._speaking = threading.Event(), threading.Lock()
         self._stopped_peers = StoppedPeers(_STOPPED_S)
         self._statuses: dict[int, int | None] = self.inquiries.dead

@@ -240,10 +240,12 @@ class ModelFiles:
     Attributes:
         io: returns what writes and gathers models, which is imported when it is first needed; set by the plugin.
         state: the whole weights, while a method of the model writes them.
+        number: of the answer by which this rank writes its part for rank 0.
     """
 
     io: Callable[[], CheckpointIO] | None = None
     state: Mapping[str, Tensor] | None = None
+    number: int = 0
 
 
 class LocalState(OrderedDict[str, Any]):

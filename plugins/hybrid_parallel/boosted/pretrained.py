@@ -1,25 +1,32 @@
 """`save_pretrained`, `push_to_hub` and `state_dict` of a model of which each rank has a part, and of modules inside it.
 
-Scripts call them on the boosted model, on what `unwrap` or `model.module` gives, or on an encoder inside of it; all
-ranks do, as under DistributedDataParallel with `is_main_process`.
+Scripts call them on the boosted model, on what `unwrap` or `model.module` gives, or on an encoder inside of it. All
+ranks do, as under DistributedDataParallel with `is_main_process`; or rank 0 alone, for which the others write files.
 """
 
 from __future__ import annotations
 
 import inspect
+import shutil
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from booster import failure
 from booster.errors import ConfigurationError
+from booster.logging import get_logger
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.guards import GuardedModel, LocalState, WholeState
 from shardformer.shard_spec import spec_of
 from shardformer.stages.placeholders import StagePlaceholder
 
+_log = get_logger(__name__)
 _METHODS = ("save_pretrained", "push_to_hub")
 # Arguments of `save_pretrained` that writing from all ranks knows; with others, rank 0 writes the gathered weights.
 _STREAMED = frozenset(("is_main_process", "save_function", "max_shard_size", "safe_serialization", "state_dict"))
@@ -29,6 +36,9 @@ _STATE = "_state_of_rank"  # attribute of a module whose state dict is a part
 
 def write_whole(model: GuardedModel) -> None:
     """Let the modules of a boosted model write whole weights, and mark their state dicts that are a part of them."""
+    if (requests := failure.requests()) is not None:
+        model.files.number = len(requests.answers)
+        requests.answers.append(partial(_write_part, weakref.ref(model)))
     for path, module in model.module.named_modules():
         for method in _METHODS:
             if hasattr(type(module), method):
@@ -37,6 +47,10 @@ def write_whole(model: GuardedModel) -> None:
             if _STATE not in vars(module):
                 module._register_state_dict_hook(_mark)
             vars(module)[_STATE] = _WholeCall(model, module, path, "state_dict")
+
+
+def _write_part(model: weakref.ref[GuardedModel], directory: str) -> list[Any]:
+    return model().files.io().write_part(model(), directory)
 
 
 def _is_cut(module: nn.Module) -> bool:
@@ -83,21 +97,43 @@ class _WholeCall:
             return plain(*args, **kwargs)
         if self.model.files.state is not None:  # called by push_to_hub
             return plain(*args, **kwargs | {"state_dict": self._of_module(self.model.files.state)})
-        return self._save_together(plain, args, kwargs)
+        return self._save(plain, args, kwargs)
 
     def gathered(self) -> dict[str, Tensor]:
-        """Return the whole state dict of the module, in host memory; all ranks call it."""
-        return dict(self._of_module(self.model.files.io().whole_state_dict(self.model)))
+        """Return the whole state dict of the module, in host memory; all ranks call it, or rank 0 alone."""
+        state = self._joined_alone("model")
+        return dict(self._of_module(self.model.files.io().whole_state_dict(self.model)) if state is None else state)
 
-    def _save_together(self, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _save(self, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         options = inspect.signature(plain).bind(*args, **kwargs).arguments
         options |= options.pop("kwargs", {})
+        state = self._joined_alone(str(options.get("save_directory", "model")))
+        if state is not None:
+            return self._write(plain, args, kwargs, state)
         if self.method == "save_pretrained" and not self.path and self._may_stream(options):
             folder = all_gather_json(str(options["save_directory"]))[0]  # each rank may have made one of its own
             self.model.files.io().save_model(self.model, folder, _size(plain, options))
             return None
         state = self._of_module(self.model.files.io().whole_state_dict(self.model))
         return raise_on_all_ranks(lambda: self._write(plain, args, kwargs, state) if dist.get_rank() == 0 else None)
+
+    def _joined_alone(self, folder: str) -> WholeState | None:
+        """Return the module's whole state if rank 0 calls alone, from files of the others; None if all ranks call.
+
+        Raises:
+            ConfigurationError: if a part cannot be written, or be read here.
+        """
+        requests = failure.requests()
+        if requests is None or requests.joins():
+            return None
+        aside = str(Path(f"{folder}-parts").resolve())
+        _log.warning("rank 0 alone calls model.%s(); the other ranks write their parts to %s", self.method, aside)
+        parts = requests.ask(self.model.files.number, aside)
+        if problem := next((each["error"] for each in parts if isinstance(each, dict)), None):
+            raise ConfigurationError(f"model.{self.method}() by rank 0 alone: {problem}; call it on all ranks")
+        state = self.model.files.io().joined_parts(self.model, aside, parts)
+        shutil.rmtree(aside, ignore_errors=True)
+        return self._of_module(state)
 
     def _write(self, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], state: WholeState) -> Any:
         if self.method == "save_pretrained":

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from booster import failure
 from booster.checkpoint import SavedCheckpoint
@@ -31,8 +31,9 @@ from plugins.hybrid_parallel.checkpoint.model_files.whole_state import whole_sta
 from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave, partial_directory
 from plugins.hybrid_parallel.checkpoint.state.background import BackgroundWriter
 from plugins.hybrid_parallel.checkpoint.state.dcp_storage import read_tensors, write_tensors
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, header_checksum, merge_tensors
-from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earlier_stages
+from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX, buffers_of_earlier_stages, model_tensors
 from plugins.hybrid_parallel.checkpoint.state.optimizer_state import merge_numbers
 from plugins.hybrid_parallel.checkpoint.state.retention import (
     MANIFEST,
@@ -122,6 +123,37 @@ class HybridParallelCheckpointIO(CheckpointIO):
         check_boosted({"model": model})
         with model.summon_full_params(writeback=False):
             return whole_state_dict(model, self.mesh)
+
+    def write_part(self, model: nn.Module, directory: str) -> list[Any]:
+        """Write what this rank has of a model to a folder, without other ranks; return its description as JSON."""
+        path = Path(directory) / data_file(0, dist.get_rank())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The device may be waiting for another rank in the stream that training uses.
+        stream = torch.cuda.Stream() if self.mesh.device.type == "cuda" else None
+        with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+            return [write_tensors(model_tensors(model, self.mesh, ()), path)]
+
+    def joined_parts(self, model: nn.Module, directory: str, parts: list[list[Any]]) -> dict[str, Tensor]:
+        """Return the state dict of the whole model, from what `write_part` wrote and returned on all ranks.
+
+        Raises:
+            ConfigurationError: if a part cannot be read here.
+        """
+        saved = merge_tensors([written for written, *_ in parts])
+        for tensor in saved.values():  # several stages have the buffers of the root model
+            tensor.chunks[:] = {chunk.offsets: chunk for chunk in reversed(tensor.chunks)}.values()
+        whole = {name: torch.empty(each.shape, dtype=each.torch_dtype) for name, each in saved.items()}
+        places = {name: GlobalTensor.whole(value) for name, value in whole.items()}
+        try:
+            read_tensors(places, Path(directory), Manifest(0, {}, saved, {}))
+        except OSError as error:
+            raise ConfigurationError(
+                f"only rank 0 saves this model, and the parts of the others are in {directory} on their machines "
+                f"({error}); call it on all ranks, or give a folder on a file system that they share"
+            ) from error
+        state = {name.removeprefix(PREFIX): value for name, value in whole.items()}
+        aliases = {other: value for name, value in state.items() for other in model.origin.aliases.get(name, ())}
+        return state | aliases
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
         """Write a checkpoint that holds only the optimizer and the random states."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from typing import Any
 from unittest import mock
 
@@ -29,13 +30,16 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
+import booster.integrations.accelerate as ours
 from booster.errors import ConfigurationError
 from booster.integrations.accelerate import Accelerator
 from booster.integrations.accelerate_options import OLDEST
 from booster.integrations.environment import variables_of_this_rank
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.accelerate_loop import bert, collate, fresh_accelerate, samples
+from zoo_tests.docs.pages import REPOSITORY, rows_of
 from zoo_tests.harness.ranks import distributed
 
 _OPTIONS: dict[str, tuple[Any, str]] = {
@@ -110,6 +114,34 @@ def test_every_option_of_accelerate_is_known() -> None:
         *("step_scheduler_with_optimizer", "kwargs_handlers", "dynamo_backend", "dynamo_plugin"),
     }
     assert set(inspect.signature(accelerate.Accelerator.__init__).parameters) - {"self"} == known
+
+
+@distributed(2)
+def test_every_name_of_accelerate_is_answered() -> None:
+    """Each is in the page; those that it does not refuse can be read, and what the module exports is found in ours."""
+    rows = rows_of(REPOSITORY / "docs" / "accelerate.md", "Names")
+    answers = {name: answer for names, answer in rows for name in re.findall(r"`(\w+)`", names)}
+    assert set(answers) == {name for name in dir(accelerate.Accelerator) if not name.startswith("_")}
+    assert all(getattr(ours, name) for name in dir(accelerate) if not name.startswith("_") and name != "Accelerator")
+    with fresh_accelerate():
+        accelerator = Accelerator(plugin=HybridParallelPlugin(tp_size=2))
+        assert (accelerator.tensor_parallel_rank, accelerator.data_parallel_rank) == (dist.get_rank(), 0)
+        for name, answer in answers.items():
+            if answer.startswith("refused"):
+                with pytest.raises(ConfigurationError, match="use|call"):
+                    getattr(accelerator, name)(None, *[1.0] * (name == "lomo_backward"))
+            else:
+                getattr(accelerator, name)
+        model = bert()
+        model, optimizer, loader = accelerator.prepare(
+            model, SGD(model.parameters(), lr=0.1), DataLoader(samples(8), batch_size=2, collate_fn=collate)
+        )
+        with accelerator.no_sync(model):
+            with accelerator.trigger_sync_in_backward(model):
+                assert model.require_backward_grad_sync
+            assert not model.require_backward_grad_sync
+        assert ours.skip_first_batches(loader, 1) is loader and len(list(loader)) == 3
+        accelerator.free_memory()
 
 
 @distributed(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -185,6 +187,40 @@ def _compile(sides: Sides) -> None:
     sides.refused("compile_layers=True", sides.model.compile)
 
 
+def _as_ddp(sides: Sides) -> None:
+    """Accumulation by its names; every other name of it is answered, or refused in words."""
+    model = sides.model
+    assert model.module is model.unwrap() and model.require_backward_grad_sync and not model.static_graph
+    with model.no_sync():
+        with model.no_sync():
+            pass
+        sides.backward()
+        assert not model.require_backward_grad_sync and sides.optimizer.reducer.pending
+        if not sides.is_cut:
+            sides.refused("each replica by its own gradients, as LocalSGD does", sides.optimizer.step)
+    model.require_backward_grad_sync = False
+    model.require_backward_grad_sync = True
+    with model.join():
+        sides.backward()
+    assert not sides.optimizer.reducer.pending
+    sides.check_gradients(passes=2)
+    sides.refused("leave it out, and use", model.register_comm_hook, None, print)
+    model.static_graph = True
+    assert model.static_graph and dist.get_world_size(model.process_group) == (1 if sides.is_cut else 2)
+    own = set(dir(DistributedDataParallel)) - set(dir(nn.Module))
+    made = re.findall(r"self\.([a-z]\w*)(?: *:.*)? = ", inspect.getsource(DistributedDataParallel.__init__))
+    unanswered = set()
+    for name in {name for name in (*own, *made) if not name.startswith("__")}:
+        try:
+            getattr(model, name)
+        except AttributeError as error:
+            assert "is of DistributedDataParallel, which does not wrap a boosted model; leave it out" in str(error)
+            unanswered.add(name)
+    assert {"scatter", "join_hook", "logger"} <= unanswered
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = model.no_such_name
+
+
 def _data_parallel(sides: Sides) -> None:
     sides.refused("DistributedDataParallel cannot take", DistributedDataParallel, sides.model)
     assert DataParallel(sides.model).module is sides.model  # without GPUs it replicates nothing
@@ -208,5 +244,6 @@ ROWS_OF_ENGINES: Mapping[str, Callable[[Sides], None]] = {
     "add_histogram": _histogram,
     "tracing": _traced,
     "compile": _compile,
+    "as DistributedDataParallel": _as_ddp,
     "DataParallel": _data_parallel,
 }

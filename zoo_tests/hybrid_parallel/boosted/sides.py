@@ -58,13 +58,14 @@ class Sides:
         self.booster.backward(ours, self.optimizer)
         plain.backward()
 
-    def check_gradients(self) -> None:
+    def check_gradients(self, passes: int = 1) -> None:
+        close = CLOSE | {"atol": CLOSE["atol"] * passes}
         found = self.optimizer.full_gradients()
         names = {name for name, _ in self.model.named_parameters()}
         assert set(found) == {name for name, each in self.plain.named_parameters() if each.grad is not None} & names
         for name, gradient in found.items():
             expected = self.plain.get_parameter(name).grad
-            torch.testing.assert_close(gradient, expected, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(gradient, expected, **close, msg=lambda text, name=name: f"{name}: {text}")
 
     def check_step(self) -> None:
         """One step leaves the weights of the plain script."""

@@ -31,6 +31,7 @@ _ON_REPLICAS = {
     "register_full_backward_hook",
     "autograd.grad",
     "functional_call",
+    "as DistributedDataParallel",
     "penalty",
     "to",
 }
