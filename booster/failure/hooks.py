@@ -65,12 +65,18 @@ class guard(ContextDecorator):  # noqa: N801 (used as a decorator and in `with`,
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.publishes and isinstance(error, Exception) and not isinstance(error, _RAISED_ALIKE):
-            publish(error, self.operation)
+        if isinstance(error, Exception) and not isinstance(error, _RAISED_ALIKE):
+            first = publish(error, self.operation) if self.publishes else _known_failure()
+            if first is not None and first.rank != _Process.monitor.rank and is_about_communication(error):
+                error.args = (first.line(),)  # for a script that handles it: gloo names no rank
         operations = _Process.operations
         if operations is not None:
             count = operations.counts.issued if self.operation in _COUNTED else None
             operations.leave(self.operation, error is None, count)
+
+
+def _known_failure() -> Failure | None:
+    return None if _Process.monitor is None else _Process.monitor.link.failure
 
 
 def publish(error: BaseException, operation: str = "") -> Failure | None:
