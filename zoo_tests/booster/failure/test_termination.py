@@ -15,14 +15,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from booster import failure
+from booster import Booster, failure
 from booster.errors import ConfigurationError, NonFiniteError, SynchronyError, VerificationError
+from booster.failure import hooks
 from booster.launch import launch_from_torch
+from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ended_ranks import run_to_the_end
 
 _TERMINATED = 128 + signal.SIGTERM
@@ -165,3 +170,40 @@ def _talk_in_a_thread(kind: str) -> None:
 def test_a_healthy_job_is_not_ended(job: Callable[[str], None], kind: str, tmp_path: Path) -> None:
     for rank in run_to_the_end(2, job, kind, folder=tmp_path, timeout_s=3 * _LIMIT_S):
         assert (rank.code, rank.err) == (0, "")
+
+
+def test_an_error_that_a_script_handles_names_the_rank() -> None:
+    """Not gloo's, which names a port."""
+    cause = failure.Failure.found(1, "was ended by SIGKILL")
+    monitor = SimpleNamespace(rank=0, cause_of=lambda error, own: cause, publish=lambda found: found)
+    with mock.patch.object(hooks._Process, "monitor", monitor):
+        with pytest.raises(RuntimeError, match="^error: rank 1 was ended by SIGKILL$"), failure.guard("an operation"):
+            raise RuntimeError("Read error [127.0.0.1]:4711: Connection reset by peer")
+        with pytest.raises(ValueError, match="mine"), failure.guard("an operation"):
+            raise ValueError("mine")
+
+
+def _save_on_rank_0(then: str, layout: str, folder: str) -> None:
+    launch_from_torch()
+    case = Case(recipe=Recipe(family="llama", head="causal_lm"), layout=layout)
+    booster = Booster(plugin=HybridParallelPlugin(**case.plugin_options))
+    model = case.recipe.model()
+    model, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if dist.get_rank() == 0:
+        model.unwrap().save_pretrained(folder)
+        saved = type(model.unwrap()).from_pretrained(folder, dtype=model.dtype).state_dict()
+        expected = case.recipe.model().state_dict()
+        assert set(saved) == set(expected) and all(torch.equal(saved[name], each) for name, each in expected.items())
+        assert not Path(f"{folder}-parts").exists()
+    if then == "waits":
+        dist.barrier()
+        model.save_pretrained(folder)  # all ranks again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("then", "layout"), [("waits", "tp2"), ("ends", "pp2"), ("ends", "tp2")])
+def test_what_rank_0_saves_alone_is_whole(then: str, layout: str, tmp_path: Path) -> None:
+    """The others wait for it elsewhere, or their scripts have ended."""
+    folder = str(tmp_path / "model")
+    for rank in run_to_the_end(2, _save_on_rank_0, then, layout, folder, folder=tmp_path / "ranks"):
+        assert rank.code == 0, rank.err
