@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _FORWARD = "_fused_forward"  # name of TRL's replacement, a method in the instance's attributes
@@ -66,7 +67,9 @@ class FusedHead:
 
         logits, targets = outputs.logits, shift_labels  # [batch, seq, vocabulary]
         if targets is None:
-            logits, targets = logits[:, :-1], labels[:, 1:]
+            # peft's virtual tokens stand in front of those that have labels.
+            targets = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=-100)[:, 1:]
+            logits = logits[:, :-1]
         mask = (targets := targets.to(logits.device)) != -100
         fields = _fields(logits.float() / self.temperature, targets.clamp(min=0), self.outputs)
         fields = {name: value.masked_fill(~mask, 0) for name, value in fields.items()}

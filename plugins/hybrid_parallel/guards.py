@@ -168,11 +168,11 @@ class GuardedModel(ModelWrapper):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of the wrapped model; optimizers take over changed weights in their next step.
+        """Load this rank's state dict, or the whole model's on all ranks; optimizers take it over in their next step.
 
         Raises:
-            ConfigurationError: if this rank holds only a part of the model and the state dict does not match that part,
-                or if it would replace the parameters.
+            ConfigurationError: if this rank holds only a part of the model and the state dict is neither, or if it
+                would replace the parameters.
         """
         if assign:
             raise ConfigurationError(
@@ -185,8 +185,8 @@ class GuardedModel(ModelWrapper):
             if self.is_whole:
                 raise
             raise ConfigurationError(
-                f"model.load_state_dict() takes this rank's part of the model alone under {self._cut_by()}; for whole "
-                "weights call booster.load_model(model, directory) on all ranks"
+                f"model.load_state_dict() takes this rank's part of the model under {self._cut_by()}, or the whole "
+                f"model's state on all ranks, and got neither: {error}"
             ) from error
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *given: Any) -> None:

@@ -38,26 +38,32 @@ class PromptedEmbedding(nn.Module):
     Args:
         model: the transformers model, which is no sub-module of this one.
         path: path of the embedding in it.
+        width: features of a token; models may project them to the width of their layers.
     """
 
-    def __init__(self, model: nn.Module, path: str) -> None:
+    def __init__(self, model: nn.Module, path: str, width: int) -> None:
         super().__init__()
-        self._place = (model, path)
+        self._place, self.width = (model, path), width
+
+    @property
+    def _embedding(self) -> nn.Module:
+        """The embedding, or the placeholder of it or of a module around it, such as BERT's `embeddings`."""
+        found, path = self._place
+        for name in path.split("."):
+            found = found if isinstance(found, StagePlaceholder) else getattr(found, name)
+        return found
 
     @property
     def weight(self) -> Tensor:
         """The weight of the embedding, of which peft reads the device."""
-        model, path = self._place
-        return model.get_submodule(path).weight
+        return self._embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up [batch, seq] -> [batch, seq, hidden]."""
-        model, path = self._place
-        embedding = model.get_submodule(path)
+        """Look up [batch, seq] -> [batch, seq, width]."""
+        embedding = self._embedding
         if not isinstance(embedding, StagePlaceholder):
             return embedding(ids)
-        dummy = embedding.stage_input.dummy()
-        return dummy.new_zeros(*ids.shape, dummy.shape[-1])
+        return embedding.stage_input.dummy().new_zeros(*ids.shape, self.width)
 
 
 @contextmanager
@@ -82,7 +88,7 @@ def prompts_followed(model: nn.Module, config: ShardConfig, policy: Policy) -> I
         model.get_prompt = partial(_of_local_heads, model.get_prompt, config.group)
     yield
     if path is not None:
-        model.word_embeddings = PromptedEmbedding(inside, path)
+        model.word_embeddings = PromptedEmbedding(inside, path, own.weight.shape[-1])
 
 
 def _of_local_heads(get_prompt: Callable[..., Any], group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:

@@ -112,6 +112,7 @@ class HybridParallelModel(WholeModelView):
         self.options = ForwardOptions(module, mesh)
         self.user_loop = UserLoop(self, context.pipeline)
         write_whole(self)
+        self.take_whole_states()
         self.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridParallelModel:

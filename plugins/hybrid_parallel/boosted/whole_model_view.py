@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plugins.hybrid_parallel.boosted.facade import OnAnotherStage
 from plugins.hybrid_parallel.boosted.surface import ModelSurface
 from plugins.hybrid_parallel.boosted.whole_model import WholeModel
+from shardformer.shard_spec import spec_of
 from shardformer.stages.placeholders import StagePlaceholder
 
 
@@ -23,6 +24,26 @@ class WholeModelView(ModelSurface):
 
     origin: WholeModel
 
+    def take_whole_states(self) -> None:
+        """From now on, let the wrapped model take its part of state dicts of the whole model, and those of shards.
+
+        Tied parameters may have the names that this rank holds or the names that the whole model lists.
+        """
+        origin = self.origin
+
+        def take_own_part(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            own = module.state_dict(keep_vars=True)
+            held_as = {origin.listed_as[name]: name for name in own if name in origin.listed_as}
+            for given in [each for each in state if each.startswith(prefix)]:
+                name = given.removeprefix(prefix)
+                here = name if name in own else held_as.get(name, name)
+                if here in own:
+                    state[prefix + here] = _own_part(state.pop(given), own[here])
+                elif name in origin.names:  # of another stage
+                    del state[given]
+
+        self.module.register_load_state_dict_pre_hook(take_own_part)
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -34,14 +55,6 @@ class WholeModelView(ModelSurface):
         listed_as = self.origin.listed_as if remove_duplicate else {}
         for name, param in super().named_parameters("", recurse, remove_duplicate):
             yield (f"{prefix}." if prefix else "") + listed_as.get(name, name), param
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load this rank's state dict; tied parameters may have the names that it holds or the names that it lists."""
-        own = self.module.state_dict(keep_vars=True)
-        held_as = {self.origin.listed_as[name]: name for name in own if name in self.origin.listed_as}
-        if any(name not in own and name in held_as for name in state_dict):
-            state_dict = {name if name in own else held_as.get(name, name): each for name, each in state_dict.items()}
-        return super().load_state_dict(state_dict, *args, **kwargs)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,3 +76,11 @@ class WholeModelView(ModelSurface):
         """Return this rank's shard of the head; on a stage without it, a module that refuses any use."""
         found = self.module.get_output_embeddings()
         return OnAnotherStage("output embedding") if isinstance(found, StagePlaceholder) else found
+
+
+def _own_part(value: Any, held: Any) -> Any:
+    """Return the shard of a whole tensor that is held here as `held`; anything else as it is."""
+    if not isinstance(value, Tensor) or value.shape == held.shape:
+        return value
+    spec = spec_of(held)
+    return spec.shard(value) if tuple(value.shape) == spec.full_shape else value

@@ -221,9 +221,15 @@ def _load_state_dict(sides: Sides) -> None:
     ours, plain = ({name: value * 0.5 for name, value in each.state_dict().items()} for each in sides.models)
     sides.refused("leave assign out", sides.model.load_state_dict, ours, assign=True)
     if sides.is_cut:
-        sides.refused("booster.load_model.*on all ranks", sides.model.load_state_dict, plain)
-    sides.model.load_state_dict(ours)
+        other = plain | {name: value.reshape(-1)[:1] for name, value in plain.items()}
+        sides.refused("this rank's part .*, or the whole model's state .*neither", sides.model.load_state_dict, other)
     sides.plain.load_state_dict(plain)
+    sides.model.load_state_dict(ours)
+    sides.check_losses()
+    with torch.no_grad():
+        for param in sides.model.parameters():
+            param.zero_()
+    sides.model.load_state_dict(plain)
     sides.check_step()
 
 
