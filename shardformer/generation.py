@@ -20,6 +20,12 @@ from shardformer.distributed.random import adopt_first_generator
 from shardformer.shard_config import ShardConfig
 
 _RUNNER = "_generates_as"  # attribute of a model while it generates through the stages of a pipeline
+_WHOLE = "_generates_on_all_stages"  # attribute of a stage: `generate` of the model that `boost` returned
+
+
+def generate_by(model: nn.Module, generate: Callable[..., Any]) -> None:
+    """Let `model.generate` of one stage be `generate`, which runs all stages, as the model that is called by scripts."""
+    vars(model)[_WHOLE] = generate
 
 
 @contextmanager
@@ -41,10 +47,7 @@ def generate_alike(model: nn.Module, config: ShardConfig) -> None:
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         manager, runner = config.stage_manager, vars(self).get(_RUNNER, self)
         if manager.num_stages > 1 and runner is self:
-            raise RuntimeError(
-                f"generate() cannot run stage {manager.stage} of a pipeline alone; call generate() of the model that "
-                "boost() returned, on all ranks of the pipeline"
-            )
+            return vars(self)[_WHOLE](*args, **kwargs)
         if config.context is not None:
             raise RuntimeError(
                 f"generate() adds tokens to sequences that cp_size={config.context.size} ranks share; boost the model "

@@ -210,9 +210,10 @@ def test_inference_only_leaves_nothing_to_train() -> None:
 
 
 @distributed(2)
-def test_a_stage_alone_says_what_to_do() -> None:
-    boosted = Booster(plugin=HybridParallelPlugin(pp_size=2)).boost(_model("llama"))
-    with pytest.raises(
-        RuntimeError, match=r"generate\(\) cannot run stage . of a pipeline alone; call generate\(\) of"
-    ):
-        boosted.unwrap().generate(input_ids=torch.ones(1, 3, dtype=torch.long))
+def test_the_model_inside_generates_on_all_stages() -> None:
+    plain = _model("llama").eval()
+    boosted = Booster(plugin=HybridParallelPlugin(pp_size=2)).boost(_model("llama")).eval()
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    for model in (boosted, copy.deepcopy(boosted)):
+        found = model.unwrap().generate(**_prompt("llama"), **options)
+        assert torch.equal(found, plain.generate(**_prompt("llama"), **options))

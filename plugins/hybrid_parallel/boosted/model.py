@@ -53,6 +53,7 @@ from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.distributed.random import SharedStream
+from shardformer.generation import generate_by
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
@@ -113,6 +114,7 @@ class HybridParallelModel(WholeModelView):
         self.user_loop = UserLoop(self, context.pipeline)
         write_whole(self)
         self.take_whole_states()
+        generate_by(self.options.inside, lambda *args, **kwargs: self.generate(*args, **kwargs))
         self.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridParallelModel:
