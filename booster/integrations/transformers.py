@@ -31,6 +31,7 @@ from booster.integrations.trainer_arguments import (
 )
 from booster.integrations.trainer_checkpoints import TrainerCheckpoints
 from booster.integrations.trainer_loss import TrainerLoss
+from booster.integrations.trl_arguments import check_callbacks
 from booster.integrations.trl_trainers import trl_mixins
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
@@ -169,7 +170,12 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         return self._train_loader
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer class does; a resumed epoch goes on after the batches that it has seen."""
+        """Train as the Trainer class does; a resumed epoch goes on after the batches that it has seen.
+
+        Raises:
+            ConfigurationError: if a callback cannot hold under the layout.
+        """
+        check_callbacks(self.callback_handler.callbacks, self.plugin)
         with _boosted_loaders_skip():
             return super().train(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,6 +13,7 @@ from booster.plugin import Plugin
 
 _OLDEST = "1.16"
 _TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer")
+_OF_ONE_REPLICA = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")
 # Losses of DPO that are no mean over pairs.
 _OF_A_BATCH = {
     "aot": "sorts the pairs of a batch",
@@ -24,10 +26,11 @@ def check_trainer_class(names: list[str]) -> None:
     """Refuse a class of TRL that does not hold under layouts.
 
     Args:
-        names: classes of TRL that the trainer derives from, itself included.
+        names: classes of TRL that the trainer derives from, itself included, the nearest first: some of those that
+            generate derive from one that does not.
 
     Raises:
-        ConfigurationError: if it is none of those that do, or TRL is too old, or no installed package.
+        ConfigurationError: if the nearest is none of those that do, or TRL is too old, or no installed package.
     """
     try:
         installed = version("trl")
@@ -41,20 +44,31 @@ def check_trainer_class(names: list[str]) -> None:
             f"TRL {installed} is installed, and boosted() needs the fused head of TRL {_OLDEST}; "
             f"pip install 'trl>={_OLDEST}'"
         )
-    if not set(names) & set(_TRAINERS):
+    known = (*_TRAINERS, *_OF_ONE_REPLICA)
+    if names[0] not in known:
         raise ConfigurationError(
             f"boosted() got TRL's {names[0]}, which generates, or takes means over processes, as no layout does; use "
-            f"{', '.join(_TRAINERS[:-1])} or {_TRAINERS[-1]}, or run {names[0]} without boosted()"
+            f"{', '.join(known[:-1])} or {known[-1]}, or run {names[0]} without boosted()"
         )
 
 
-def check_options(args: Any, plugin: Plugin) -> None:
+def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
     """Refuse options of a configuration that would train otherwise than they say.
+
+    Args:
+        names: as for `check_trainer_class`.
+        args: the configuration.
+        plugin: the layout.
 
     Raises:
         ConfigurationError: the option, the reason, and what to use.
     """
     kind = type(args).__name__
+    if names[0] in _OF_ONE_REPLICA and plugin.dp_size > 1:
+        raise ConfigurationError(
+            f"{names[0]} adds means over the tokens and over the pairs of a batch, which dp_size={plugin.dp_size} "
+            "shares out; use dp_size=1, as with tp_size or pp_size for all ranks"
+        )
     if getattr(args, "activation_offloading", False):
         raise ConfigurationError(
             f"{kind}(activation_offloading=True) hooks modules that a layout replaces; use gradient_checkpointing=True"
@@ -78,13 +92,36 @@ def check_options_of_model(trainer: Any) -> None:
     spread = _what_spreads_tokens(plugin)
     if getattr(trainer, "aux_loss_enabled", False) and spread:
         raise ConfigurationError(
-            f"router_aux_loss_coef={trainer.router_aux_loss_coef} weights a loss over the router scores of all tokens "
+            f"router_aux_loss_coef={_coefficient_of_routers(trainer)} weights a loss over the router scores of all tokens "
             f"of a batch, which {spread}, or router_aux_loss_coef=0.0"
         )
     if trainer.compute_metrics is not None and plugin.dp_size > 1 and not hasattr(trainer, "completion_only_loss"):
         raise ConfigurationError(
             f"compute_metrics of a {type(trainer).__name__} gets the two answers of each pair in rows that dp_size="
             f"{plugin.dp_size} orders otherwise; use dp_size=1, or the metrics that the trainer logs"
+        )
+
+
+def _coefficient_of_routers(trainer: Any) -> float:
+    return trainer.router_aux_loss_coef if hasattr(trainer, "router_aux_loss_coef") else trainer.aux_loss_coef
+
+
+def check_callbacks(callbacks: Iterable[Any], plugin: Plugin) -> None:
+    """Refuse callbacks of TRL that load the weights of this rank into a whole model.
+
+    Raises:
+        ConfigurationError: the callback, the reason, and what to use.
+    """
+    parallel, zero = (getattr(getattr(plugin, "config", None), group, None) for group in ("parallel", "zero"))
+    sizes = {name: getattr(parallel, name, 1) for name in ("tp_size", "pp_size", "ep_size")}
+    cut_by = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    if getattr(zero, "zero_stage", 0) == 3:
+        cut_by.append("zero_stage=3")
+    names = {base.__name__ for each in callbacks for base in type(each).__mro__ if base.__module__.startswith("trl.")}
+    if "BEMACallback" in names and cut_by:
+        raise ConfigurationError(
+            f"BEMACallback averages a whole model on each rank, of which {cut_by[0]} leaves it a part; use replicas "
+            "alone (dp_size), or ShardedEMA in a callback of your own"
         )
 
 

@@ -25,11 +25,15 @@ def trl_mixins(trainer_class: type) -> tuple[type, ...]:
     Raises:
         ConfigurationError: if TRL is too old, or the trainer is none of those that hold under a layout.
     """
-    names = [base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl"]
+    names = _names_in_trl(trainer_class)
     if not names:
         return ()
     check_trainer_class(names)
     return (BoostedTRLTrainer,)
+
+
+def _names_in_trl(trainer_class: type) -> list[str]:
+    return [base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl"]
 
 
 class BoostedTRLTrainer:
@@ -51,7 +55,7 @@ class BoostedTRLTrainer:
                 if hasattr(given, "per_device_train_batch_size"):
                     check_job(given)
                     check_arguments(given, plugin)
-                    check_options(given, plugin)
+                    check_options(_names_in_trl(type(self)), given, plugin)
         self._num_stored = 0
         super().__init__(*args, plugin=plugin, **kwargs)
         check_options_of_model(self)

@@ -7,6 +7,7 @@ of odd sizes, and a short last batch that replicas share unevenly are the point:
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,12 @@ class Job:
     """One training script.
 
     Attributes:
-        kind: "sft", "dpo", "reward" or "kto".
+        kind: "sft", "dpo", "reward", "kto", "orpo", "cpo" or "tpo".
         arguments: of the trainer's configuration; batch sizes are those of all replicas together.
         data: kind of texts: "prompts", "chats", or "texts".
         family: architecture of the model.
         reference: the reference model of DPO: "model", or "none".
-        adapters: options of a `LoraConfig`; None for none.
+        adapters: options of a `LoraConfig`, or of the configuration of another `peft_type`; None for none.
         trained_adapters: whether the adapter is part of the model that is given, and has been trained before.
         sizes: of the model, over those of this module.
         samples: how many of them to train on.
@@ -150,26 +151,30 @@ def rows_of(job: Job, count: int, seed: int = 0) -> list[dict[str, Any]]:
             rows.append({"prompt": prompt, "completion": good if index % 3 else bad, "label": index % 3 > 0})
         else:
             rows.append({"prompt": prompt, "chosen": good, "rejected": bad})
+            if job.kind == "tpo":
+                rows[-1]["reference"] = f"{good} so"
     return rows
 
 
 # ----- jobs -----
 
 
+def classes_of(kind: str) -> tuple[Any, Any]:
+    """TRL's trainer and its configuration."""
+    name = {"reward": "Reward"}.get(kind, kind.upper())
+    place = f"trl.experimental.{kind}" if kind in ("orpo", "cpo", "tpo") else "trl"
+    module = importlib.import_module(place)
+    return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
+
+
 def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
     """Make the job's trainer: TRL's own one without a layout."""
-    import trl
-    from peft import LoraConfig
+    from peft import get_peft_config
 
     from booster.integrations.transformers import boosted
     from plugins.hybrid_parallel import HybridParallelPlugin
 
-    base, config = {
-        "sft": (trl.SFTTrainer, trl.SFTConfig),
-        "dpo": (trl.DPOTrainer, trl.DPOConfig),
-        "reward": (trl.RewardTrainer, trl.RewardConfig),
-        "kto": (trl.KTOTrainer, trl.KTOConfig),
-    }[job.kind]
+    base, config = classes_of(job.kind)
     model = model_of(job)
     options: dict[str, Any] = {"model": model, "processing_class": tokenizer()}
     options["train_dataset"] = datasets.Dataset.from_list(rows_of(job, job.samples))
@@ -177,7 +182,7 @@ def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
     if job.trained_adapters:
         options["model"] = with_trained_adapters(model, job.adapters)
     elif job.adapters is not None:
-        options["peft_config"] = LoraConfig(**job.adapters)
+        options["peft_config"] = get_peft_config({"peft_type": "LORA", **job.adapters})
     if job.kind in ("dpo", "kto") and job.reference == "model":
         options["ref_model"] = model_of(job, seed=4)
     args = config(folder, **_arguments(job, replicas=2 if "dp2" in (layout or "") else 1))
