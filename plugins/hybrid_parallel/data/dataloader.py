@@ -26,7 +26,7 @@ from plugins.hybrid_parallel.data.agreement import check_same_data, check_sharea
 from plugins.hybrid_parallel.data.microbatch import without_rows
 from plugins.hybrid_parallel.data.order_objects import OrderObjects
 from plugins.hybrid_parallel.data.random_draws import ReplicaCollate
-from plugins.hybrid_parallel.data.random_stream import LoadingStream
+from plugins.hybrid_parallel.data.random_stream import LoadingStream, OrderStream
 from plugins.hybrid_parallel.data.shares import (
     STAND_INS,
     CollateShare,
@@ -66,7 +66,7 @@ class ReplicaShare:
     batch_size: int | None
     rank: int
     world_size: int
-    order: LoadingStream
+    order: OrderStream
     draws_from: torch.Generator | None
     collate: ReplicaCollate
 
@@ -134,10 +134,11 @@ class ShardedDataLoader(DataLoaderShard):
             self._base_seed = place.base_seed = loaded.base_seed
         elif self.persistent_workers:
             place.base_seed = self._base_seed
-        self._draw(place)
         if self.on_iteration is not None:
             self.on_iteration()
-        return _Batches(self, place)
+        with self.order.leading():
+            self._draw(place)
+            return _Batches(self, place)
 
     def _draw(self, place: _Place) -> None:
         """Draw what torch draws when a loader is iterated; a sampler draws the rest with its first batch."""
@@ -293,7 +294,7 @@ class _Batches:
                 self.place.order_to_come = None
             number, self._number = self._number, self._number + 1
             try:
-                with self._stream.active():
+                with self.loader.order.leading(), self._stream.active():
                     batch = next(self._loaded)
             except StopIteration:
                 self.place.has_ended, self.place.order = True, None
@@ -309,7 +310,7 @@ class _Batches:
 
 
 def shard_dataloader(
-    dataloader: DataLoader, rank: int, world_size: int, device: torch.device, order: LoadingStream
+    dataloader: DataLoader, rank: int, world_size: int, device: torch.device, order: OrderStream
 ) -> ShardedDataLoader:
     """Return a loader of one rank's shares of `dataloader`; a loader that is already sharded is returned unchanged.
 
@@ -339,7 +340,7 @@ def shard_dataloader(
     return ShardedDataLoader(dataloader.dataset, share, batch_sampler=sampler, **options)
 
 
-def shard_dataloader_alike(dataloader: DataLoader, mesh: HybridMesh, order: LoadingStream) -> ShardedDataLoader:
+def shard_dataloader_alike(dataloader: DataLoader, mesh: HybridMesh, order: OrderStream) -> ShardedDataLoader:
     """Call `shard_dataloader` on all ranks of the mesh, and check that their data is the same.
 
     Raises:

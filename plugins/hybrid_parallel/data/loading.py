@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from booster.data import PackingCollator
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.batch_check import ReplicaCheck
-from plugins.hybrid_parallel.data.random_stream import LoadingStream
+from plugins.hybrid_parallel.data.random_stream import LoadingStream, OrderStream
 from plugins.hybrid_parallel.distributed.agreement import broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from shardformer.utils.typed_json import from_json, to_json
@@ -39,8 +39,8 @@ class Loading:
 
     Args:
         mesh: mesh of ranks.
-        seed: seed of the sample order; None to use rank 0's default random states when it boosts its first loader,
-            which a plain loader would also draw from.
+        seed: seed of the sample order; None to use rank 0's default random states when it boosts a loader, which a
+            plain loader would also draw from.
 
     Attributes:
         first_batches: check of the first batches.
@@ -51,14 +51,17 @@ class Loading:
         self.first_batches = ReplicaCheck(mesh)
 
     @cached_property
-    def order(self) -> LoadingStream:
+    def order(self) -> OrderStream:
         """Random stream of the sample order for loaders without a generator of the user, the same on all ranks."""
-        if self.seed is not None:
-            return LoadingStream.seeded(self.seed)
-        order = LoadingStream()
-        of_first = broadcast_json(to_json(order.state_dict(), "the random state"), control_group())
-        order.load_state_dict(from_json(of_first))
-        return order
+        return OrderStream() if self.seed is None else OrderStream.seeded(self.seed)
+
+    def _follow_default(self) -> None:
+        """Let the order continue from rank 0's default random states if the script has drawn from them."""
+        if self.seed is None:
+            state = None if self.order.is_current else LoadingStream().state_dict()
+            state = broadcast_json(state and to_json(state, "the random state"), control_group())
+            if state is not None:
+                self.order.load_state_dict(from_json(state))
 
     def shard(self, dataloader: DataLoader) -> ShardedDataLoader:
         """Return a loader of this rank's share; all ranks must call it.
@@ -69,6 +72,7 @@ class Loading:
         # Imported here to defer the import of accelerate.
         from plugins.hybrid_parallel.data.dataloader import shard_dataloader_alike
 
+        self._follow_default()
         sharded = shard_dataloader_alike(dataloader, self.mesh, self.order)
         sharded.on_iteration = self.first_batches.count_iteration
         return sharded

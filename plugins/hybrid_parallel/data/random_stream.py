@@ -60,6 +60,37 @@ class LoadingStream:
         self._states = state | {"python": (version, tuple(words.tolist()), gauss)}
 
 
+class OrderStream(LoadingStream):
+    """Random stream of the sample order, which a plain loader draws from the default generators.
+
+    These go on with it while they have its states: what a script draws after a loop, such as the weights of its next
+    model, is what it draws after a plain loop.
+    """
+
+    _left: dict[str, Any] | None = None  # states of the default generators after the latest draws
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nobody else has drawn from the default generators since the latest draws."""
+        return self._left is not None and len(_equal(self._left, _states())) == len(self._left)
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Give the default generators that have this stream's states those that it has at the end of the context."""
+        outer = _states()
+        together = _equal(outer, self._states)
+        try:
+            yield
+        finally:
+            self._left = outer | {name: self._states[name] for name in together}
+            _restore(self._left)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        super().load_state_dict(state)
+        self._left = _states()
+
+
 def default_states() -> dict[str, Any]:
     """Return the states of the default generators by name, in a form that can be compared."""
     states = _states()
@@ -80,6 +111,17 @@ def _states() -> dict[str, Any]:
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
     return states
+
+
+def _equal(states: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    """Return the libraries whose generators have the same states in both."""
+    return [name for name, state in states.items() if name in others and _words(state) == _words(others[name])]
+
+
+def _words(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
+    return [each.tobytes() if hasattr(each, "tobytes") else each for each in state]
 
 
 def _restore(states: dict[str, Any]) -> None:
