@@ -48,8 +48,11 @@ def _problem_of_kind(model: nn.Module, config: Any, cuts: Sequence[str]) -> str 
     if config.is_prompt_learning:
         if kind not in PROMPT_KINDS:
             return f"whose loss is not the model's own; use {', '.join(sorted(PROMPT_KINDS))} or LORA"
-        if task_of(config) not in ("CAUSAL_LM", "SEQ_CLS"):
-            return f"whose outputs of task_type={task_of(config)} are not known; use 'CAUSAL_LM', 'SEQ_CLS', or LORA"
+        is_decoder = not getattr(getattr(model_inside(model), "config", None), "is_encoder_decoder", False)
+        known = ("CAUSAL_LM", "SEQ_CLS") if is_decoder else ("SEQ_CLS",)
+        if task_of(config) not in known:
+            use = ", ".join(map(repr, known))
+            return f"whose outputs of task_type={task_of(config)} are not known here; use {use}, or LORA"
         return _problem_of_prompts(cuts)
     tuner = getattr(model, "base_model", None) if is_a(model, "model") else None
     if tuner is not None and not _only_wraps(tuner):

@@ -22,7 +22,7 @@ from booster.data import PackedDataset, PackingCollator, pack
 from booster.data.first_fit import first_fit
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader, shard_dataloader
-from plugins.hybrid_parallel.data.random_stream import LoadingStream
+from plugins.hybrid_parallel.data.random_stream import OrderStream
 
 
 def _documents(number: int = 90, longest: int = 24, seed: int = 0) -> list[dict[str, list[int]]]:
@@ -107,7 +107,7 @@ def test_steps_are_balanced_by_cost() -> None:
 
 def _shares(packed: PackedDataset, dp_size: int, batch_size: int) -> list[ShardedDataLoader]:
     """The loaders of all replicas."""
-    streams = [LoadingStream.seeded(0) for _ in range(dp_size)]
+    streams = [OrderStream.seeded(0) for _ in range(dp_size)]
     loaders = [packed.loader(batch_size, cu_seq_lens=True) for _ in range(dp_size)]
     device = torch.device("cpu")
     return [shard_dataloader(each, rank, dp_size, device, streams[rank]) for rank, each in enumerate(loaders)]

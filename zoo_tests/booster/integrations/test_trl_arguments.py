@@ -5,31 +5,31 @@ What breaks here first: an option that TRL has renamed. The list of `docs/traine
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import importlib.metadata
+import pkgutil
 import tempfile
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 import trl
 
 from booster.errors import ConfigurationError
 from booster.integrations.transformers import boosted
-from booster.integrations.trl_arguments import check_trainer_class
+from booster.integrations.trl_arguments import check_callbacks, check_trainer_class
 from plugins.hybrid_parallel import HybridParallelPlugin
-from zoo_tests.booster.integrations.trl_jobs import Job, as_a_new_process, model_of, rows_of, tokenizer
+from zoo_tests.booster.integrations.trl_jobs import Job, as_a_new_process, classes_of, model_of, rows_of, tokenizer
+from zoo_tests.docs.pages import REPOSITORY, rows_of as table_of
 from zoo_tests.harness.ranks import run_on_ranks
 
 _MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 36}
 _EXPERTS = Job("sft", family="mixtral", sizes=_MIXTURE)
 _PARTS = {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
-_CLASSES = {
-    "sft": (trl.SFTTrainer, trl.SFTConfig),
-    "dpo": (trl.DPOTrainer, trl.DPOConfig),
-    "reward": (trl.RewardTrainer, trl.RewardConfig),
-    "kto": (trl.KTOTrainer, trl.KTOConfig),
-}
 _SUMS = "a loss over the router scores of all tokens of a batch, which "
 _PAIRS = "compute_metrics of a BoostedRewardTrainer gets the two answers of each pair in rows that dp_size=2 orders "
 # What is asked for: job, arguments, layout -> the sentence.
@@ -95,6 +95,13 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
         "TrainingArguments(torch_compile=True): torch.compile cannot trace the communication of a boosted model; use "
         "HybridParallelPlugin(compile_layers=True)",
     ),
+    "means over tokens": (
+        Job("orpo"),
+        {},
+        {},
+        "ORPOTrainer adds means over the tokens and over the pairs of a batch, which dp_size=2 shares out; use dp_size=1, "
+        "as with tp_size or pp_size for all ranks",
+    ),
     "no plugin": (
         Job("sft"),
         {},
@@ -103,8 +110,8 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
     ),
 }
 _INSTEAD = (
-    "which generates, or takes means over processes, as no layout does; use SFTTrainer, DPOTrainer, RewardTrainer or "
-    "KTOTrainer, or run {name} without boosted()"
+    "which generates, or takes means over processes, as no layout does; use SFTTrainer, DPOTrainer, RewardTrainer, "
+    "KTOTrainer, CPOTrainer, ORPOTrainer or TPOTrainer, or run {name} without boosted()"
 )
 
 
@@ -112,7 +119,7 @@ def _make(job: Job, given: dict[str, Any], layout: dict[str, Any], folder: str) 
     """Make a trainer with what is to be refused."""
     from datasets import Dataset
 
-    trainer, config = _CLASSES[job.kind]
+    trainer, config = classes_of(job.kind)
     options: dict[str, Any] = {"model": model_of(job), "processing_class": tokenizer()}
     if "compute_metrics" in given:
         options["compute_metrics"], given = given["compute_metrics"], {}
@@ -135,8 +142,6 @@ def _say_all(folder: str) -> dict[str, str]:
     said = {}
     for name, (job, given, layout, _) in OPTIONS.items():
         said[name] = _said_by(functools.partial(_make, job, given, layout, folder))
-    for name in ("GRPOTrainer", "RLOOTrainer"):
-        said[name] = _said_by(lambda name=name: boosted(getattr(trl, name)))
     return said
 
 
@@ -152,11 +157,41 @@ def test_an_option_that_cannot_hold_is_refused_on_all_ranks(name: str) -> None:
     assert [said[name] for said in _said_on_two_ranks()] == [OPTIONS[name][3]] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
-def test_a_trainer_that_cannot_hold_is_refused_on_all_ranks(name: str) -> None:
-    expected = f"boosted() got TRL's {name}, {_INSTEAD.format(name=name)}"
-    assert [said[name] for said in _said_on_two_ranks()] == [expected] * 2
+def _trainers_of_trl() -> dict[str, type]:
+    """Every trainer that TRL defines, by the module and the name of its class; later ones with extras are left out."""
+    found = {}
+    for each in pkgutil.walk_packages(trl.__path__, "trl."):
+        if each.name.endswith("_trainer"):
+            with contextlib.suppress(ImportError, RuntimeError):  # an extra is missing
+                module = importlib.import_module(each.name)
+                found |= {value.__name__: value for value in vars(module).values() if _is_defined_in(value, module)}
+    return found
+
+
+def _is_defined_in(value: Any, module: Any) -> bool:
+    is_trainer = isinstance(value, type) and issubclass(value, transformers.Trainer)
+    return is_trainer and value.__module__ == module.__name__ and not value.__name__.startswith("_")
+
+
+def test_a_trainer_that_cannot_hold_is_refused() -> None:
+    """The table of `docs/trainer.md` has every trainer of TRL."""
+    said = {name: _said_by(functools.partial(boosted, each)) for name, each in _trainers_of_trl().items()}
+    rows = {row[0].strip("`"): row[1] for row in table_of(REPOSITORY / "docs" / "trainer.md", "Trainer of TRL")}
+    assert {"GKDTrainer", "GOLDTrainer", "GRPOTrainer", "TPOTrainer"} <= said.keys() <= rows.keys()
+    for name, sentence in said.items():
+        refusal = f"boosted() got TRL's {name}, {_INSTEAD.format(name=name)}"
+        assert sentence == (refusal if rows[name].startswith("refused") else "nothing was refused"), name
+
+
+def test_a_callback_that_copies_a_whole_model_is_refused() -> None:
+    from trl.experimental.bema_for_ref_model import BEMACallback
+
+    plugin = SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(tp_size=2), zero=None))
+    for made in (BEMACallback(), trl.BEMACallback()):
+        assert _said_by(lambda made=made: check_callbacks([made], plugin)) == (
+            "BEMACallback averages a whole model on each rank, of which tp_size=2 leaves it a part; use replicas alone "
+            "(dp_size), or ShardedEMA in a callback of your own"
+        )
 
 
 def test_a_class_of_ones_own_is_known_by_its_bases() -> None:

@@ -29,7 +29,7 @@ from transformers import BatchEncoding
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data import dataloader as module
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
-from plugins.hybrid_parallel.data.random_stream import LoadingStream
+from plugins.hybrid_parallel.data.random_stream import OrderStream
 from plugins.hybrid_parallel.data.shares import DataParallelBatchSampler
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 def shard_dataloader(loader: DataLoader, rank: int, world_size: int, seed: int) -> ShardedDataLoader:
     """The loader of one rank, whose order is drawn from `seed`."""
-    return module.shard_dataloader(loader, rank, world_size, CPU, LoadingStream.seeded(seed))
+    return module.shard_dataloader(loader, rank, world_size, CPU, OrderStream.seeded(seed))
 
 
 def _collate(samples: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:

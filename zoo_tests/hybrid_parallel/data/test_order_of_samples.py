@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader, shard_dataloader
-from plugins.hybrid_parallel.data.random_stream import LoadingStream
+from plugins.hybrid_parallel.data.random_stream import OrderStream
 
 _SAMPLES, _BATCH, _RANKS = 23, 2, 2
 _DATA = TensorDataset(torch.arange(_SAMPLES))
@@ -155,7 +155,7 @@ def _iterate(training: DataLoader, evaluation: DataLoader) -> list[list[int]]:
     return found + _values(training)
 
 
-def _boosted(make: Callable[[int], DataLoader], rank: int, order: LoadingStream) -> ShardedDataLoader:
+def _boosted(make: Callable[[int], DataLoader], rank: int, order: OrderStream) -> ShardedDataLoader:
     return shard_dataloader(make(_BATCH), rank, _RANKS, torch.device("cpu"), order)
 
 
@@ -165,7 +165,7 @@ def test_batches_of_all_replicas_are_those_of_torch(kind: str) -> None:
     _seed_all()
     expected = _iterate(_KINDS[kind](_BATCH * _RANKS), _KINDS["in order"](_BATCH))
     _seed_all()
-    orders = [LoadingStream() for _ in range(_RANKS)]
+    orders = [OrderStream() for _ in range(_RANKS)]
     shares = []
     for rank, order in enumerate(orders):
         loaders = [_boosted(_KINDS[name], rank, order) for name in (kind, "in order")]
@@ -186,7 +186,7 @@ def test_the_order_goes_on_after_resuming(kind: str, caplog: pytest.LogCaptureFi
     """Interrupted in the first, second and third epoch, behind an evaluation that drew too and a look at a batch."""
     for epoch, taken in ((0, 2), (1, 4), (2, 1)):
         _seed_all()
-        order = LoadingStream()
+        order = OrderStream()
         training, evaluation = (_boosted(_KINDS[name], 1, order) for name in (kind, "in order"))
         for _ in range(epoch):
             _values(training)
@@ -198,7 +198,7 @@ def test_the_order_goes_on_after_resuming(kind: str, caplog: pytest.LogCaptureFi
         state = json.loads(json.dumps(training.state_dict()))
         expected = _values(batches) + _values(training)
         torch.manual_seed(99), random.seed(99)
-        other = _boosted(_KINDS[kind], 1, LoadingStream())
+        other = _boosted(_KINDS[kind], 1, OrderStream())
         other.load_state_dict(state)
         assert _values(other) + _values(other) == expected, (epoch, taken)
     assert "not saved" not in caplog.text
@@ -210,7 +210,7 @@ def test_each_iteration_has_its_own_position(kind: str) -> None:
     plain = _KINDS[kind](_BATCH)
     expected = [[batch[0].tolist() for batch in pair] for pair in zip(plain, plain, strict=True)]
     _seed_all()
-    loader = shard_dataloader(_KINDS[kind](_BATCH), 0, 1, torch.device("cpu"), LoadingStream())
+    loader = shard_dataloader(_KINDS[kind](_BATCH), 0, 1, torch.device("cpu"), OrderStream())
     assert [[batch[0].tolist() for batch in pair] for pair in zip(loader, loader, strict=True)] == expected
     assert (loader.epoch, loader.position) == (1, 0)
 
@@ -226,7 +226,7 @@ def test_each_iteration_has_its_own_position(kind: str) -> None:
 def test_an_order_that_no_state_holds_is_said(
     options: dict[str, Any], role: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader = _boosted(lambda size: _loader(size, **options), 0, LoadingStream())
+    loader = _boosted(lambda size: _loader(size, **options), 0, OrderStream())
     loader.state_dict()
     assert "not saved" not in caplog.text
     _values(loader)
@@ -236,9 +236,9 @@ def test_an_order_that_no_state_holds_is_said(
 
 
 def test_a_position_in_another_dataset_is_refused() -> None:
-    loader = _boosted(_KINDS["shuffle"], 0, LoadingStream())
+    loader = _boosted(_KINDS["shuffle"], 0, OrderStream())
     next(iter(loader))
-    other = _boosted(lambda size: DataLoader(range(_SAMPLES - 1), batch_size=size), 0, LoadingStream())
+    other = _boosted(lambda size: DataLoader(range(_SAMPLES - 1), batch_size=size), 0, OrderStream())
     with pytest.raises(ConfigurationError, match="after 4 samples of a dataset of 23, and this one has 22"):
         other.load_state_dict(loader.state_dict())
     _values(loader)
@@ -246,8 +246,8 @@ def test_a_position_in_another_dataset_is_refused() -> None:
 
 
 def test_a_loader_that_is_boosted_twice_is_shared_out_once() -> None:
-    once = _boosted(_KINDS["in order"], 1, LoadingStream())
-    assert shard_dataloader(once, 1, _RANKS, torch.device("cpu"), LoadingStream()) is once
+    once = _boosted(_KINDS["in order"], 1, OrderStream())
+    assert shard_dataloader(once, 1, _RANKS, torch.device("cpu"), OrderStream()) is once
 
 
 def test_a_sampler_that_yields_the_shares_of_the_layout_is_kept() -> None:
@@ -256,12 +256,12 @@ def test_a_sampler_that_yields_the_shares_of_the_layout_is_kept() -> None:
 
     for rank in range(_RANKS):
         plain = loader(rank, _RANKS)
-        boosted = shard_dataloader(plain, rank, _RANKS, torch.device("cpu"), LoadingStream())
+        boosted = shard_dataloader(plain, rank, _RANKS, torch.device("cpu"), OrderStream())
         for epoch in (0, 1):
             boosted.set_epoch(epoch)
             assert _values(boosted) == _values(plain) and len(boosted) == len(plain)
     with pytest.raises(ConfigurationError, match=r"DistributedSampler yields share 2 of 4, .* omit the sampler"):
-        shard_dataloader(loader(2, 4), 0, _RANKS, torch.device("cpu"), LoadingStream())
+        shard_dataloader(loader(2, 4), 0, _RANKS, torch.device("cpu"), OrderStream())
 
 
 def _split_stream() -> DataLoader:
@@ -288,4 +288,4 @@ class _OwnLoader(DataLoader):
 )
 def test_what_cannot_be_shared_out_is_refused(make: Callable[[], DataLoader], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        shard_dataloader(make(), 0, 2, torch.device("cpu"), LoadingStream())
+        shard_dataloader(make(), 0, 2, torch.device("cpu"), OrderStream())

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from plugins.hybrid_parallel.data import agreement as data_agreement
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader, shard_dataloader
 from plugins.hybrid_parallel.data.generators import generators_of
-from plugins.hybrid_parallel.data.random_stream import LoadingStream
+from plugins.hybrid_parallel.data.random_stream import OrderStream
 
 GENERATOR = torch.Generator()
 DATA = TensorDataset(torch.arange(8))
@@ -53,7 +53,7 @@ class _Noisy(Dataset):
 def _sharded(collate: Any, replicas: int, dataset: Any = DATA, **options: Any) -> list[ShardedDataLoader]:
     loaders = [DataLoader(dataset, batch_size=4 // replicas, collate_fn=collate, **options) for _ in range(replicas)]
     return [
-        shard_dataloader(loader, rank, replicas, torch.device("cpu"), LoadingStream.seeded(0))
+        shard_dataloader(loader, rank, replicas, torch.device("cpu"), OrderStream.seeded(0))
         for rank, loader in enumerate(loaders)
     ]
 
