@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 from torch import nn
 
@@ -62,9 +63,12 @@ class _Forward:
         self.names: list[str] = []  # of the module in these methods: "self"
 
     def reads(self) -> Iterator[Read]:
-        if "forward" in vars(self.module):
+        replaced = vars(self.module).get("forward")
+        if getattr(replaced, "__self__", None) is self.module and inspect.isfunction(replaced.__func__):
+            yield from self._method([SimpleNamespace(forward=replaced.__func__)], "forward", Read(self.path))
+        elif "forward" in vars(self.module):
             raise OSError(f"the forward of this {type(self.module).__name__} was replaced")
-        if type(self.module).forward is nn.Sequential.forward:
+        elif type(self.module).forward is nn.Sequential.forward:
             for name, _ in self.module.named_children():
                 yield from self._called(Read(join(self.path, name), is_call=True))
         else:

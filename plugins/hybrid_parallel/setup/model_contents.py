@@ -9,6 +9,7 @@ from shardformer.expert_parallel.experts import expert_modules
 from shardformer.expert_parallel.router_bias import router_biases
 from shardformer.peft import adapter_configs, check_adapters, model_inside
 from shardformer.quantised import is_quantised, kind_of_layer, quantised_layers, quantised_name
+from shardformer.utils.forward_reads import reads_of_forward
 
 
 def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
@@ -20,10 +21,31 @@ def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
     parallel = config.parallel
     sizes = {name: getattr(parallel, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     check_adapters(model, [f"{name}={size}" for name, size in sizes.items() if size > 1])
+    _check_head(model_inside(model), parallel.tp_size)
     _check_experts(model_inside(model), config)
     packed = quantised_name(model_inside(model))
     if packed is not None or getattr(model_inside(model), "hf_quantizer", None) is not None:
         _check_quantised(model, packed, config)
+
+
+def _check_head(model: nn.Module, tp_size: int) -> None:
+    """Refuse a forward of the user's, or of a kernel library, that multiplies by the weight of the head itself."""
+    forward = getattr(vars(model).get("forward"), "__func__", type(model).forward)
+    is_known = getattr(forward, "__module__", "").startswith("transformers.")  # its policy knows what it reads
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") and not is_known else None
+    if tp_size == 1 or head is None:
+        return
+    path = next(path for path, module in model.named_modules() if module is head)
+    try:
+        paths = {read.path for read in reads_of_forward(model)}
+    except OSError:  # no source
+        return
+    for weight in (f"{path}.weight", "get_output_embeddings.weight"):
+        if any(f"{each}.".startswith(f"{weight}.") and not each.endswith((".dtype", ".device")) for each in paths):
+            raise ValueError(
+                f"the forward of this {type(model).__name__} reads {path}.weight, as fused losses do, and tp_size="
+                f"{tp_size} leaves a rank a part of it; call self.{path}(hidden_states), or use tp_size=1 (dp, pp work)"
+            )
 
 
 def _check_experts(model: nn.Module, config: HybridParallelConfig) -> None:
