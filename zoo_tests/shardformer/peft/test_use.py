@@ -127,6 +127,31 @@ def test_prompts_on_each_layout(number: int, tmp_path: Path) -> None:
     _train_prompts(*_FURTHER[number], tmp_path)
 
 
+# BERT's embedding is inside of a module that later stages do not have; ELECTRA's is narrower than its layers.
+_NESTED = [("bert", "sequence", "SEQ_CLS", {}), ("electra", "sequence", "SEQ_CLS", {"token_dim": 30})]
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_prompts_of_embeddings_inside_of_others() -> None:
+    for name, head, task, options in _NESTED:
+        family = FAMILIES[name]
+        given = {"kind": "PROMPT_TUNING", "num_virtual_tokens": 3, "task_type": task, **options}
+        plain, sharded = (with_adapters(family.build(head, torch.float64), (), tuple(given.items())) for _ in range(2))
+        booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2))
+        params = [param for param in sharded.parameters() if param.requires_grad]
+        model, optimizer = booster.boost(sharded, torch.optim.SGD(params, lr=0.3))
+        batch = family.batch(head, 0, 4)
+        loss, expected = model(**batch).loss, plain(**batch).loss
+        booster.backward(loss, optimizer)
+        expected.backward()
+        check_losses([loss.item()], [expected.item()], 1e-6)
+        found = optimizer.full_gradients()
+        assert any("prompt_encoder" in each for each in found)
+        for each, gradient in found.items():
+            torch.testing.assert_close(gradient, plain.get_parameter(each).grad, rtol=1e-5, atol=1e-8)
+
+
 @pytest.mark.slow
 @distributed(4)
 def test_prompts_on_four_ranks(tmp_path: Path) -> None:
