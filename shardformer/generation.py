@@ -24,7 +24,7 @@ _WHOLE = "_generates_on_all_stages"  # attribute of a stage: `generate` of the m
 
 
 def generate_by(model: nn.Module, generate: Callable[..., Any]) -> None:
-    """Let `model.generate` of one stage be `generate`, which runs all stages, as the model that is called by scripts."""
+    """Let `model.generate` of one stage call `generate`, which runs all stages of the pipeline."""
     vars(model)[_WHOLE] = generate
 
 

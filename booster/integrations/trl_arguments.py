@@ -92,8 +92,8 @@ def check_options_of_model(trainer: Any) -> None:
     spread = _what_spreads_tokens(plugin)
     if getattr(trainer, "aux_loss_enabled", False) and spread:
         raise ConfigurationError(
-            f"router_aux_loss_coef={_coefficient_of_routers(trainer)} weights a loss over the router scores of all tokens "
-            f"of a batch, which {spread}, or router_aux_loss_coef=0.0"
+            f"router_aux_loss_coef={_coefficient_of_routers(trainer)} weights a loss over the router scores of all "
+            f"tokens of a batch, which {spread}, or router_aux_loss_coef=0.0"
         )
     if trainer.compute_metrics is not None and plugin.dp_size > 1 and not hasattr(trainer, "completion_only_loss"):
         raise ConfigurationError(

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,16 @@ class BoostedTRLTrainer:
         if has_adapters and getattr(self, "ref_model", self.model) is None:
             self.ref_model = AdapterReference(self.model)
         return wrapped
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback; one that moves the reference towards the model has both whole meanwhile (ZeRO stage 3)."""
+        if hasattr(callback, "sync_target_model"):
+            callback.sync_target_model = partial(self._sync, callback.sync_target_model)
+        super().add_callback(callback)
+
+    def _sync(self, sync: Callable[..., None], model: nn.Module, target: nn.Module, alpha: float) -> None:
+        with self.model.summon_full_params(writeback=False), target.summon_full_params():
+            sync(model, target, alpha)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Compute log-probabilities of the reference by the boosted model, and store them where all ranks read them."""

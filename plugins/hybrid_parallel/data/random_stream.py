@@ -71,7 +71,7 @@ class OrderStream(LoadingStream):
 
     @property
     def is_current(self) -> bool:
-        """Whether nobody else has drawn from the default generators since the latest draws."""
+        """Whether the default generators are as the latest draws have left them."""
         return self._left is not None and len(_equal(self._left, _states())) == len(self._left)
 
     @contextmanager

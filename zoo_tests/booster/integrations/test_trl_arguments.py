@@ -24,7 +24,8 @@ from booster.integrations.transformers import boosted
 from booster.integrations.trl_arguments import check_callbacks, check_trainer_class
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.trl_jobs import Job, as_a_new_process, classes_of, model_of, rows_of, tokenizer
-from zoo_tests.docs.pages import REPOSITORY, rows_of as table_of
+from zoo_tests.docs.pages import REPOSITORY
+from zoo_tests.docs.pages import rows_of as table_of
 from zoo_tests.harness.ranks import run_on_ranks
 
 _MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 36}
@@ -99,8 +100,8 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
         Job("orpo"),
         {},
         {},
-        "ORPOTrainer adds means over the tokens and over the pairs of a batch, which dp_size=2 shares out; use dp_size=1, "
-        "as with tp_size or pp_size for all ranks",
+        "ORPOTrainer adds means over the tokens and over the pairs of a batch, which dp_size=2 shares out; use "
+        "dp_size=1, as with tp_size or pp_size for all ranks",
     ),
     "no plugin": (
         Job("sft"),

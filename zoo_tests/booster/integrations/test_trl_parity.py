@@ -55,6 +55,7 @@ JOBS = {
     "dpo weighted": Job("dpo", {"use_weighting": True, "f_divergence_type": "js_divergence"}),
     "dpo router loss": Job("dpo", {"router_aux_loss_coef": 0.3}, family="mixtral", sizes=_MIXTURE),
     "dpo synced": Job("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}),
+    "dpo synced, stage 3": Job("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2}, plugin={"zero_stage": 3}),
     "reward": Job("reward", samples=25),  # the last batch has a sample for one replica alone
     "reward centered": Job("reward", {"center_rewards_coefficient": 0.1, **_ACCUMULATION}),
     "reward lora": Job("reward", adapters=_SCORE_LORA),
@@ -88,6 +89,7 @@ SAMPLE = {
     "reward": "dp2",
     "reward lora": "pp2",
     "kto": "dp2",
+    "dpo synced, stage 3": "dp2",
     "sft prompts": "pp2",
     "dpo prompts": "tp2",
     "kto prompts": "dp2",
