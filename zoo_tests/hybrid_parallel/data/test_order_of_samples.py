@@ -204,6 +204,19 @@ def test_the_order_goes_on_after_resuming(kind: str, caplog: pytest.LogCaptureFi
     assert "not saved" not in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["in order", "shuffle", "shuffle by workers"])
+def test_the_default_generator_goes_on_as_after_a_plain_loop(kind: str) -> None:
+    """The weights of a model that is built then are those of a plain script."""
+    drawn = []
+    for share in (lambda plain: plain, lambda plain: shard_dataloader(plain, 0, 1, torch.device("cpu"), OrderStream())):
+        _seed_all()
+        loader = share(_KINDS[kind](_BATCH))
+        for _ in range(2):
+            list(loader)
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
 @pytest.mark.parametrize("kind", ["in order", "shuffle", "sampler with a state", "iterable", "shuffle by workers"])
 def test_each_iteration_has_its_own_position(kind: str) -> None:
     _seed_all()
