@@ -246,7 +246,8 @@ class GradientReducer:
         self.is_reached = True
         bucket.accumulate(index, gradient, stays=True)
         self.arrival.setdefault(param, len(self.arrival))
-        if self._final and self.overlap:
+        # A pass within an accumulation completes the buckets of its queue alone: not those of experts on one rank.
+        if self._final and self.overlap and (self._queue is self.buckets or bucket in self._queue):
             self._complete[bucket].add(index)
             self._launch_complete()
 

@@ -90,9 +90,13 @@ def _accumulate(case: Case) -> None:
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}")
 
 
-@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2dp2", marks=pytest.mark.slow)])
-def test_gradients_of_two_batches_add_up(layout: str) -> None:
-    run_on_ranks(_case(layout).sizes.world_size, _accumulate, _case(layout))
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [("dp2", 1), ("dp2", 2), *(pytest.param("tp2dp2", each, marks=pytest.mark.slow) for each in (1, 2))],
+)
+def test_gradients_of_two_batches_add_up(layout: str, stage: int) -> None:
+    """Under stage 2 each pass is reduced, but not the gradients of experts that are on one rank alone."""
+    run_on_ranks(_case(layout).sizes.world_size, _accumulate, _case(layout).but(zero_stage=stage))
 
 
 @distributed(2)
