@@ -29,7 +29,7 @@ help:
 setup: $(READY)
 
 # torch comes first: what is installed after it then finds the pinned one, and asks for no other.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer was found; name one with make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch

@@ -6,8 +6,8 @@ forward reads by itself. Look in `shardformer/policies/backbone.py`.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -192,7 +192,7 @@ class Features(nn.Module):
 class Replaced(OneText):
     def __init__(self) -> None:
         super().__init__()
-        self.forward = MethodType(OtherName.forward, self)
+        self.forward = partial(OtherName.forward, self)
 
 
 class InACondition(OneText):

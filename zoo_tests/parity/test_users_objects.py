@@ -144,9 +144,14 @@ def test_boosting_and_training_leave_the_scripts_objects_alone(family: str, opti
     assert _process() == process
     engine.execute_pipeline(iter([batch]), boosted, optimizer=optimizer)
     optimizer.step()
-    next(iter(batches))
     assert _deep(owned) == before and options == given
     assert _process() == process
+    next(iter(batches))
+    drawn = _random_states()
+    torch.set_rng_state(torch.tensor(process["random"][0], dtype=torch.uint8))
+    next(iter(loader))
+    assert _random_states() == drawn, "a look at the boosted loader draws what one at the script's own does"
+    assert _deep(owned) == before
 
     _build(family, config)(**batch).loss.backward()  # another model of the same configuration, plain
     other = _build(family, config)

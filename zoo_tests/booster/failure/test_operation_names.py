@@ -44,7 +44,7 @@ def test_operations_after_boost_are_named() -> None:
 
 
 def test_only_what_the_other_ranks_cannot_survive_is_published() -> None:
-    with mock.patch.object(hooks, "publish") as published:
+    with mock.patch.object(hooks, "publish", return_value=None) as published:
         for publishes in (False, True):
             with pytest.raises(ValueError), failure.guard("model(**batch)", publishes=publishes):
                 raise ValueError

@@ -37,6 +37,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"expert_capacity_factor": 1.0, "cp_size": 2},
         r"expert_capacity_factor=1\.0 needs whole sequences, which cp_size=2 cuts; use cp_size=1 or .*=None",
     ),
+    ({"contrastive": "local"}, r"contrastive='local' is not available; use 'global' or 'replica'"),
     (
         {"num_model_chunks": 2},
         r"num_model_chunks=2 does not fit pp_style='1f1b', which has 1 a rank; leave it out, or use pp_style='interl",
@@ -118,7 +119,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "initial_scale": (*NUMBER, float("inf"), None),
     "zero_bucket_size_in_mb": (*NUMBER, float("inf")),
     **dict.fromkeys((name for name, each in OPTIONS.items() if isinstance(each.default, bool)), SWITCH),
-    **dict.fromkeys(("precision", "nonfinite", "pp_style", "sequence_parallelism_mode"), NAME),
+    **dict.fromkeys(("precision", "nonfinite", "pp_style", "sequence_parallelism_mode", "contrastive"), NAME),
     "zero_stage": (4, -1, "1", True, 0.0, float("nan"), None),
     "sharding_dim": (1, "0", False, 0.0, float("nan")),
     "enable_flash_attention": ("flash", 1, 0.5, float("nan"), None),
@@ -137,7 +138,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 51
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 52
 
 
 @pytest.mark.parametrize("name", OPTIONS)
