@@ -56,6 +56,11 @@ _BERT = DeclaredPlan(
 )
 
 
+def _reads_last_layer(model: nn.Module) -> bool:
+    """Return whether a head reads the last layer alone, and not a learned sum of the outputs of all."""
+    return not getattr(model.config, "use_weighted_layer_sum", False)
+
+
 def _sound(attention: Mapping[str, str], projection: type[StagePlaceholder], **options: Any) -> DeclaredPlan:
     """Make the plan of an audio encoder that starts with convolutions over the waveform.
 
@@ -80,8 +85,7 @@ def _sound(attention: Mapping[str, str], projection: type[StagePlaceholder], **o
         # Runs before the layers in base models, after the layers in large ones.
         every=("encoder.layer_norm",),
         needs={"layerdrop": 0.0},
-        # A head with learned weights of layers reads the outputs of all of them.
-        pipelined=lambda model: not getattr(model.config, "use_weighted_layer_sum", False),
+        pipelined=_reads_last_layer,
         **options,
     )
 
@@ -156,12 +160,14 @@ PLANS = {
         {"attention": ("num_heads", "embed_dim")},
         layers="encoder.layers",
         changes_shapes=True,
+        pipelined=_reads_last_layer,
     ),
     "sew_d": DeclaredPlan(
         {"intermediate.dense": "colwise", "layer.*.output.dense": "rowwise"},
         layers="encoder.encoder.layer",
         every=("rel_embeddings", "encoder.encoder.LayerNorm"),
         changes_shapes=True,
+        pipelined=_reads_last_layer,
     ),
     "vilt": replace(
         _BERT,
