@@ -85,17 +85,24 @@ def prompts_followed(model: nn.Module, config: ShardConfig, policy: Policy) -> I
                 f"tp_size={config.tensor_parallel_size} does not leave a {type(inside).__name__} here; use "
                 "sequence_parallelism_mode='split_gather', tp_size=1 (dp, pp work), or LORA"
             )
-        model.get_prompt = partial(_of_local_heads, model.get_prompt, config.group)
+        model.get_prompt = partial(_of_local_heads, model.get_prompt, inside, config.group)
     yield
     if path is not None:
         model.word_embeddings = PromptedEmbedding(inside, path, own.weight.shape[-1])
 
 
-def _of_local_heads(get_prompt: Callable[..., Any], group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-    """Take this rank's heads of each layer's keys and values in a cache; virtual tokens stay as they are."""
+def _of_local_heads(
+    get_prompt: Callable[..., Any], model: nn.Module, group: ProcessGroup, *args: Any, **kwargs: Any
+) -> Any:
+    """Take this rank's heads of each layer's keys and values in a cache; virtual tokens stay as they are.
+
+    Layers whose attention gathers all heads on each rank (Phi-3) take all.
+    """
     prompt = get_prompt(*args, **kwargs)
-    for layer in getattr(prompt, "layers", ()):
-        layer.keys, layer.values = (_local_heads(each, group) for each in (layer.keys, layer.values))
+    whole = {each.layer_idx for each in model.modules() if getattr(each, "attention_is_replicated", False)}
+    for index, layer in enumerate(getattr(prompt, "layers", ())):
+        if index not in whole:
+            layer.keys, layer.values = (_local_heads(each, group) for each in (layer.keys, layer.values))
     return prompt
 
 

@@ -162,7 +162,7 @@ PLANS = {
             "position_bias.relative_attention_bias": "rowwise",  # [buckets, heads]
         },
         {"self_attention": ("num_heads",)},
-        first={"input_embedding": Received, "segment_embedding": ZeroEmbedding},  # registered after the layers
+        first={"input_embedding": Received, "segment_embedding": Received},  # registered after the layers; sliced
         every=("position_bias",),
         head_losses={"CpmAntForCausalLM": masked_lm},  # labels are not shifted
     ),
