@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, GemmaConfig, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
 from booster.data.rows import is_empty, num_rows, rows_of
@@ -337,6 +337,16 @@ def test_images_that_are_numbered_over_a_batch_are_not_cut() -> None:
     check_parts(model, batch, 1)
     with pytest.raises(ConfigurationError, match="numbers the images of a whole batch.*2 micro-batches.*use num_micro"):
         check_parts(model, batch, 2)
+
+
+def test_a_part_that_would_lose_its_causal_mask_is_not_cut() -> None:
+    """Gemma for PaliGemma: `sdpa` gets no mask for rows without padding, and then attends to later tokens."""
+    model, mask = nn.Module(), torch.tensor([[1, 1], [1, 0]])
+    model.config = GemmaConfig(use_bidirectional_attention=True, attn_implementation="sdpa")
+    check_parts(model, {"attention_mask": mask, "token_type_ids": mask}, 2)
+    check_parts(model, {"attention_mask": torch.ones(2, 2)}, 2)
+    with pytest.raises(ConfigurationError, match="attends to later tokens.*2 micro-batches.*give token_type_ids"):
+        check_parts(model, {"attention_mask": mask}, 2)
 
 
 def test_patches_without_their_samples_are_refused() -> None:
