@@ -55,6 +55,9 @@ class ImageTwin(TinyModel):
             mask[row, ids.shape[1] - row % 4 :] = 0
             for start in range(0, number * (count + 1), count + 1):  # text is between two images
                 ids[row, start : start + count] = _TOKEN
+        padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+        if isinstance(padding, int) and 0 <= padding < _TOKEN:  # heads that pool the last token look for it
+            ids.masked_fill_(mask == 0, padding)
         labels = super().batch(model, step, rows)["labels"]
         if labels.dim() > 1:  # of tokens
             classes = model.config.num_labels if "TokenClassification" in type(model).__name__ else _TOKEN
