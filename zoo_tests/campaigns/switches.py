@@ -245,7 +245,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regular expression on families")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
-    parser.add_argument("--log", type=Path, help="log (.jsonl): written after each switch, read at first")
+    parser.add_argument(
+        "--log", type=Path, help="log (.jsonl): written after each switch, read at first; families in it are done"
+    )
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long; the same command goes on")
     parser.add_argument("--output", type=Path, help="page to write")
     given = parser.parse_args()

@@ -19,6 +19,7 @@ _CASES = [
     ("deberta", "DebertaForMaskedLM", Switch(("legacy",), False), "tp2pp2"),  # the head reads the embedding
     ("diffllama", "DiffLlamaForCausalLM", Switch(("num_key_value_heads",), 2), "tp2"),  # in pairs
     ("lfm2_moe", "Lfm2MoeForCausalLM", Switch(("conv_bias",), False), "tp2"),
+    ("inkling", "InklingForCausalLM", Switch(("swa_num_key_value_heads",), 1), "tp2"),  # keys that are convolved
     ("detr", "DetrForObjectDetection", Switch(("position_embedding_type",), "learned"), "pp2"),
     ("wav2vec2_bert", "Wav2Vec2BertForCTC", Switch(("position_embeddings_type",), "rotary"), "tp2"),  # whole states
 ]
