@@ -123,7 +123,8 @@ class _Communicator:
     def __init__(self, group: _Group, key: str) -> None:
         self.group, self.key = group, key
         self._turns, self.stream = 0, torch.cuda.Stream()
-        self._queue: queue.SimpleQueue[Launch | None] = queue.SimpleQueue()
+        # Not a SimpleQueue, whose waits have no frame by which the failure monitor knows them.
+        self._queue: queue.Queue[Launch | None] = queue.Queue()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def launch(self, launch: Launch) -> None:
