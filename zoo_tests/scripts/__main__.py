@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from zoo_tests.harness.ranks import stop_pools
-from zoo_tests.scripts.outcome import Outcome, compare, put_into
+from zoo_tests.scripts.outcome import Outcome, compare, head_of_table, put_into
 from zoo_tests.scripts.port import LAYOUTS, NAMES, plain
 
 
@@ -32,13 +32,7 @@ def main() -> None:
 
 def page(outcomes: dict[tuple[str, str], Outcome], names: list[str]) -> str:
     """The table, and the sentence of each refusal."""
-    counts = Counter(outcome.kind for outcome in outcomes.values())
-    lines = [
-        "Runs: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) + ".",
-        "",
-        f"| Script | What it does | {' | '.join(LAYOUTS)} |",
-        "|---" * (len(LAYOUTS) + 2) + "|",
-    ]
+    lines = head_of_table([outcome.kind for outcome in outcomes.values()], ["Script", "What it does", *LAYOUTS])
     for name in names:
         cells = " | ".join(outcomes[name, layout].kind for layout in LAYOUTS)
         lines.append(f"| {name} | {plain(name).splitlines()[0].strip(chr(34))} | {cells} |")

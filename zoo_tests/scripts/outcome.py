@@ -10,6 +10,8 @@ import os
 import re
 import sys
 import traceback
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +119,12 @@ def _judge(expected: Ended, ranks: list[Ended], tolerance: float, averages: bool
 
 def _numbers(printed: str) -> list[float]:
     return [float(number) for number in _NUMBER.findall(printed)]
+
+
+def head_of_table(kinds: Iterable[str], columns: Sequence[str]) -> list[str]:
+    """The first lines of a table of runs: how many are of each kind, and the names of the columns."""
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(kinds).items()))
+    return [f"Runs: {counts}.", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
 
 def put_into(page: Path, mark: str, text: str) -> None:

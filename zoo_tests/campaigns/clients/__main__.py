@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from booster.takeover import VARIABLE
 from zoo_tests.campaigns.clients.jobs import LAYOUTS, Job, jobs
 from zoo_tests.campaigns.clients.material import write
 from zoo_tests.harness.environment import environment_of_a_job
-from zoo_tests.scripts.outcome import CRASHES, DIFFERS, EXACT, HANGS, REFUSED, Outcome, put_into
+from zoo_tests.scripts.outcome import CRASHES, DIFFERS, EXACT, HANGS, REFUSED, Outcome, head_of_table, put_into
 
 _LIMIT_S = 400
 _BATCH = 4
@@ -149,13 +148,7 @@ def _weights(out: Path) -> dict[str, Any]:
 
 def table(outcomes: dict[tuple[str, str], Outcome], layouts: list[str]) -> str:
     """The table of scripts and layouts, and what was not exact."""
-    counts = Counter(outcome.kind for outcome in outcomes.values())
-    lines = [
-        "Runs: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) + ".",
-        "",
-        f"| Script | Lines changed | {' | '.join(layouts)} |",
-        "|---" * (len(layouts) + 2) + "|",
-    ]
+    lines = head_of_table([outcome.kind for outcome in outcomes.values()], ["Script", "Lines changed", *layouts])
     for script in dict.fromkeys(name for name, _ in outcomes):
         cells = [outcomes.get((script, layout), Outcome("")).kind for layout in layouts]
         lines.append(f"| {script} | 0 | {' | '.join(cells)} |")
