@@ -35,15 +35,21 @@ def test_a_switch_trains_like_plain_training(family: str, name: str, switch: Swi
     assert judge(found[1], found[0], switch, [layout]) == {layout: EXACT}
 
 
+_CUT = "cannot be cut into pipeline stages"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "name", "switch"),
+    ("family", "name", "switch", "layout", "said"),
     [
-        ("dpt", "DPTForDepthEstimation", Switch(("readout_type",), "add")),  # lacks a list of layers
-        ("hubert", "HubertForSequenceClassification", Switch(("use_weighted_layer_sum",), True)),
+        ("dpt", "DPTForDepthEstimation", Switch(("readout_type",), "add"), "pp2", _CUT),  # lacks a list of layers
+        ("hubert", "HubertForSequenceClassification", Switch(("use_weighted_layer_sum",), True), "pp2", _CUT),
+        ("moshi", "MoshiForCausalLM", Switch(("num_key_value_heads",), 1), "tp2", "does not divide the 1 heads"),
     ],
 )
-def test_stages_of_another_configuration_are_not_taken(family: str, name: str, switch: Switch) -> None:
+def test_what_another_configuration_cannot_do_is_refused(
+    family: str, name: str, switch: Switch, layout: str, said: str
+) -> None:
     found = subject_of(family, [HeadClass(family, name)])
     assert found is not None
-    assert "cannot be cut into pipeline stages" in (judge(found[1], found[0], switch, ["pp2"]) or {})["pp2"]
+    assert said in (judge(found[1], found[0], switch, [layout]) or {})[layout]
