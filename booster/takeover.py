@@ -280,8 +280,9 @@ class Takeover(MetaPathFinder):
         """Return the error of a sentence that all ranks say, which then is printed once."""
         from booster import ConfigurationError
 
-        with suppress(Exception):  # ranks that go another way
-            _join(timeout_s=_JOIN_S)
+        if "RANK" in os.environ:
+            with suppress(Exception):  # ranks that go another way
+                _join(timeout_s=_JOIN_S)
         return ConfigurationError(sentence)
 
     def _at_exit(self) -> None:

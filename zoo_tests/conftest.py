@@ -125,3 +125,12 @@ def _messages_after_a_test_that_silences_them() -> Iterator[None]:
     before = logging.root.manager.disable
     yield
     logging.disable(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """A test that leaves a process group in this process fails, instead of the next one that makes a group."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left the default process group initialized in the process of pytest")
