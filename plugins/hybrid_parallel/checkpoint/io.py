@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from plugins.hybrid_parallel.checkpoint.model_files.peft import (
     save_adapter_files,
 )
 from plugins.hybrid_parallel.checkpoint.model_files.save import save_model_files
+from plugins.hybrid_parallel.checkpoint.model_files.stream import WeightStream
 from plugins.hybrid_parallel.checkpoint.model_files.whole_state import whole_state_dict
 from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave, partial_directory
 from plugins.hybrid_parallel.checkpoint.state.background import BackgroundWriter
@@ -90,10 +91,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
             ConfigurationError: an argument is invalid.
         """
         check_boosted({"model": model})
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigurationError(
-                f"dtype={dtype!r} is no floating-point dtype of torch, to which weights are rounded; use torch.bfloat16"
-            )
+        _check_dtype(dtype)
         if has_adapters(model.unwrap()):
             save_adapter_files(model, self.mesh, Path(directory), dtype)
         else:
@@ -123,6 +121,30 @@ class HybridParallelCheckpointIO(CheckpointIO):
         check_boosted({"model": model})
         with model.summon_full_params(writeback=False):
             return whole_state_dict(model, self.mesh)
+
+    def weights(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        bucket_size_in_mb: float = 512,
+        to_rank: int | None = None,
+        merge_adapters: bool = False,
+        shards: bool = False,
+    ) -> Iterator[tuple[str, Any]]:
+        """Return an iterator over (name, tensor) of what `save_model` would write; see `Booster.weights`."""
+        check_boosted({"model": model})
+        _check_dtype(dtype)
+        if not isinstance(bucket_size_in_mb, int | float) or not bucket_size_in_mb > 0:
+            raise ConfigurationError(f"bucket_size_in_mb={bucket_size_in_mb!r} is not a size; use for example 512")
+        if to_rank is not None and to_rank not in range(dist.get_world_size()):
+            raise ConfigurationError(
+                f"to_rank={to_rank!r} is no rank of {dist.get_world_size()}; use 0, or None for all"
+            )
+        if shards and to_rank is not None:
+            raise ConfigurationError("shards=True gives each rank its own pieces; leave out to_rank")
+        size = int(bucket_size_in_mb * 2**20)
+        stream = WeightStream(model, self.mesh, dtype, size, to_rank, merge_adapters)
+        return stream.shards() if shards else iter(stream)
 
     def write_part(self, model: nn.Module, directory: str) -> list[Any]:
         """Write what this rank has of a model to a folder, without other ranks; return its description as JSON."""
@@ -313,6 +335,13 @@ class HybridParallelCheckpointIO(CheckpointIO):
         """Return the result of `look` on rank 0: other ranks might see the file system at a later moment."""
         found = raise_on_all_ranks(lambda: look() if dist.get_rank() == 0 else None, group)
         return all_gather_json(found, group)[0]
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigurationError(
+            f"dtype={dtype!r} is no floating-point dtype of torch, to which weights are rounded; use torch.bfloat16"
+        )
 
 
 def _write_part(path: Path, sequence: int, snapshot: StateSnapshot) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from booster.checkpoint import write_text
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWriter, sync_directory
+from plugins.hybrid_parallel.checkpoint.model_files.formats import Unit
 from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, open_for_messages, receive, send
 from plugins.hybrid_parallel.checkpoint.model_files.layout import partial_path, remove_partial_files
+from plugins.hybrid_parallel.checkpoint.model_files.save import Item
 from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
@@ -30,10 +32,12 @@ from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
 from shardformer.peft import adapter_configs, kind_of, model_inside
 from shardformer.peft.checks import LAYER_KINDS
 from shardformer.peft.file_names import adapter_tensors
-from shardformer.peft.kinds import is_a, is_adapter_part
+from shardformer.peft.kinds import is_a, is_adapter_part, is_exactly, name_of, wrapped_layers
+from shardformer.quantised import is_quantised
 from shardformer.shard_spec import spec_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
 _DEFAULT = "default"  # saved in the directory itself; every other adapter has a subdirectory of its name
 
 
@@ -156,6 +160,113 @@ def _adapter_tensors(model: HybridParallelModel, adapter: str, unique: bool) -> 
     in_file = model.origin.adapter_names[adapter]
     for names, tensor in local_tensors(model, unique):
         yield from ((in_file[name], tensor) for name in names if name in in_file)
+
+
+def adapter_items(model: HybridParallelModel, dtype: torch.dtype | None) -> Iterator[Item]:
+    """Yield what `save_model` writes of all adapters; names of another adapter than the default begin with its own."""
+    _check_names(model)
+    for adapter in model.unwrap().peft_config:
+        if adapter in model.origin.adapter_names:
+            tensors = dict(_adapter_tensors(model, adapter, unique=True))
+        else:
+            with model.gathers.whole():
+                tensors = {name: each.clone() for name, each in _of_whole_model(model.unwrap(), adapter, dtype).items()}
+        for name, tensor in tensors.items():
+            in_file = name if adapter == _DEFAULT else f"{adapter}/{name}"
+            saved_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            form = (saved_as, spec_of(tensor).full_shape)
+            yield Item({name: tensor}, Unit((name,), {in_file: form}, keeps_values=True))
+
+
+class MergedAdapters:
+    """The weights of the base model with the products of LoRA added, as peft's `merge_and_unload` adds them.
+
+    Args:
+        model: the boosted model.
+
+    Raises:
+        ConfigurationError: an adapter cannot be added to what this rank has of the weights.
+    """
+
+    def __init__(self, model: HybridParallelModel) -> None:
+        self._model = model
+        self._layers: dict[Tensor, nn.Module] = {}  # weight -> LoRA layer around it
+        self._inner: dict[str, str | None] = {}  # path of a module in a wrapper -> its path in the base model
+        raise_on_all_ranks(self._find_layers)
+
+    def _find_layers(self) -> None:
+        for path, layer in wrapped_layers(self._model.unwrap()):
+            kind = name_of(layer)
+            if is_exactly(layer, "copied module"):
+                self._inner[f"{path}.modules_to_save.{layer.active_adapters[0]}."] = f"{path}."
+            elif _adds_product(layer):
+                self._layers[layer.base_layer.weight] = layer
+                self._inner[f"{path}.base_layer."] = f"{path}."
+            else:
+                raise ConfigurationError(
+                    f"merge_adapters=True cannot merge {path}, a {kind}: it merges LoRA without DoRA and biases into "
+                    "weights that are not quantised; leave it out, and merge by PeftModel.from_pretrained(…)"
+                    ".merge_and_unload()"
+                )
+            self._inner[f"{path}."] = None
+        if any(config.is_prompt_learning for config in self._model.unwrap().peft_config.values()):
+            raise ConfigurationError("merge_adapters=True cannot merge virtual tokens into weights; leave it out")
+
+    def tensors(self) -> Iterator[tuple[list[str], Tensor]]:
+        """Yield (names in the base model, tensor) for all tensors of the base model on this rank."""
+        for names, tensor in local_tensors(self._model, unique=True):
+            found = [name for name in map(self._name, names) if name is not None]
+            if found:
+                yield found, tensor
+
+    def _name(self, name: str) -> str | None:
+        for inner, outer in sorted(self._inner.items(), key=lambda each: -len(each[0])):
+            if name.startswith(inner):
+                if outer is None:
+                    return None
+                name = outer + name.removeprefix(inner)
+                break
+        return name.removeprefix(_PREFIX)
+
+    def factors(self, tensor: Tensor) -> list[Tensor]:
+        """Return the matrices of adapters whose products are added to a weight."""
+        return [matrix for pair in self._pairs(tensor) for matrix in pair[:2]]
+
+    def add(self, tensor: Tensor, values: Mapping[Tensor, Tensor]) -> Tensor:
+        """Return a weight with the products added.
+
+        Args:
+            tensor: the parameter.
+            values: parameter -> this rank's shard of it, for the weight and all `factors`.
+        """
+        merged, layer = values[tensor], self._layers.get(tensor)
+        for first, second, scaling in self._pairs(tensor):
+            first, second = values[first], values[second]
+            # peft computes in fp32 on CPUs, whose products in 16 bits were slow.
+            if first.device.type == "cpu" and first.dtype in {torch.float16, torch.bfloat16}:
+                first, second = first.float(), second.float()
+            product = second @ first  # [out, in], or [width, tokens] of an embedding
+            if is_exactly(layer, "lora embedding") or layer.fan_in_fan_out:
+                product = product.T
+            product = (product * scaling).to(merged.dtype)
+            spec = spec_of(tensor)
+            merged = merged + (product if product.shape == merged.shape else spec.shard(product))
+        return merged
+
+    def _pairs(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yield (A, B, scaling) of the active adapters."""
+        layer = self._layers.get(tensor)
+        for adapter in () if layer is None else layer.active_adapters:
+            if adapter in layer.lora_A:
+                yield layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter]
+            elif adapter in layer.lora_embedding_A:
+                yield layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter], layer.scaling[adapter]
+
+
+def _adds_product(layer: Any) -> bool:
+    """Return whether an adapter adds the product of two matrices to a weight that can be changed."""
+    is_known = is_exactly(layer, "lora linear", "lora embedding") and not is_quantised(layer.base_layer.weight)
+    return is_known and not (layer.merged or layer.lora_variant or any(layer.lora_bias.values()))
 
 
 def _tensors_in_files(model: HybridParallelModel) -> set[Tensor] | None:

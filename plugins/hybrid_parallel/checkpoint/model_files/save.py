@@ -9,7 +9,7 @@ groups take turns, in an order that all of them know.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -77,7 +77,8 @@ def save_model_files(
     Raises:
         ConfigurationError: the directory cannot be written; raised on all ranks, and the earlier save is kept.
     """
-    files = _cut([*_items(model, dtype)], _bytes(size_per_shard))
+    inside = model_inside(model.unwrap())
+    files = cut_by_size([*items_of(inside, local_tensors(model, unique=True), dtype)], _bytes(size_per_shard))
     is_first = mesh.rank(DP_CP) == mesh.rank("tp") == 0
     described = [_describe(file) for file in files] if is_first else []
     stages = [each for each in all_gather_json([mesh.rank("pp"), described]) if each[1]]  # in stage order
@@ -99,12 +100,20 @@ def save_model_files(
         raise
 
 
-def _items(model: HybridParallelModel, dtype: torch.dtype | None) -> Iterator[Item]:
-    inside = model_inside(model.unwrap())
+def items_of(
+    inside: nn.Module, named: Iterable[tuple[Sequence[str], Tensor]], dtype: torch.dtype | None
+) -> Iterator[Item]:
+    """Yield what a stage writes of its tensors.
+
+    Args:
+        inside: transformers model that owns the tensors.
+        named: all names of a tensor in the model, and its shard on this rank.
+        dtype: dtype of floating-point tensors in the files; None for their own.
+    """
     tied = getattr(inside, "all_tied_weights_keys", {})  # name -> the name to which `from_pretrained` ties it
     ignored = set(getattr(inside, "_keys_to_ignore_on_save", None) or ())
     tensors = {}
-    for names, tensor in local_tensors(model, unique=True):
+    for names, tensor in named:
         # As in transformers, skip what the constructor recomputes, unless it is being trained.
         if tensor.requires_grad or ignored.isdisjoint(names):
             tensors |= dict.fromkeys((name for name in names if tied.get(name) not in names), tensor)
@@ -116,7 +125,7 @@ def _items(model: HybridParallelModel, dtype: torch.dtype | None) -> Iterator[It
         yield Item({name: tensors[name] for name in unit.memory}, unit)
 
 
-def _cut(items: Sequence[Item], limit: int) -> list[list[Item]]:
+def cut_by_size(items: Sequence[Item], limit: int) -> list[list[Item]]:
     """Split items into files, in order; a file exceeds `limit` bytes only if it holds a single item."""
     files: list[list[Item]] = []
     room = 0

@@ -53,7 +53,7 @@ def model_tensors(model: HybridParallelModel, mesh: HybridMesh, elsewhere: Colle
     for name, tensor in owned:
         holder = model.gathers.holder(tensor)
         if holder is not None and holder.options.counts:
-            found[f"{PREFIX}{name}"] = _piece(model, tensor)
+            found[f"{PREFIX}{name}"] = piece_of(model, tensor)
     mine: list[tuple[str, Tensor]] = []
     for axis in (TENSOR, EXPERTS):
         alike = [(name, tensor) for name, tensor in whole if spec_of(tensor).axis == axis]
@@ -78,7 +78,7 @@ def tensors_to_fill(
         if saved is None:
             missing.append(names[0])
             continue
-        found[precise_name(manifest, saved, tensor)] = _piece(model, tensor)
+        found[precise_name(manifest, saved, tensor)] = piece_of(model, tensor)
     names = {name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)}
     unexpected = sorted(names - model.origin.names)
     missing = sorted({name for names in all_gather_json(missing, group) for name in names})
@@ -106,7 +106,7 @@ def precise_name(manifest: Manifest, name: str, wanted: Tensor) -> str:
     return master if is_wider and master in manifest.tensors else f"{PREFIX}{name}"
 
 
-def _piece(model: HybridParallelModel, tensor: Tensor) -> GlobalTensor:
+def piece_of(model: HybridParallelModel, tensor: Tensor) -> GlobalTensor:
     """Return what this rank has of a tensor: its shard under ZeRO stage 3, otherwise its tensor-parallel piece."""
     holder = model.gathers.holder(tensor)
     if holder is None:

@@ -1,0 +1,292 @@
+"""The weights of a boosted model as a stream: what `save_model` would write, a bucket of tensors at a time.
+
+The ranks of a stage gather the tensors of a bucket from the replicas that share them (ZeRO stage 3), then from the
+tensor- and expert-parallel ranks, and convert them to the layout of files. A broadcast brings them to the other stages.
+While the caller uses one bucket, the next one is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from booster import failure
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.checkpoint.model_files.formats import to_files
+from plugins.hybrid_parallel.checkpoint.model_files.peft import (
+    MergedAdapters,
+    adapter_items,
+    has_adapters,
+    refuse_bare_adapters,
+)
+from plugins.hybrid_parallel.checkpoint.model_files.save import Item, cut_by_size, items_of
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
+from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
+from plugins.hybrid_parallel.checkpoint.state.model_state import piece_of
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
+from shardformer.peft import model_inside
+from shardformer.shard_spec import ShardSpec, spec_of
+from shardformer.utils.bytes import as_bytes
+
+_Steps = Generator[list[dist.Work], None, dict[str, Tensor]]
+_IN_MEMORY = 4  # buckets: the one in use, the one that arrives, its shards, and their copies in another dtype
+_ALIGNED = 16  # bytes to which the tensors of a bucket are aligned
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor in the memory of its bucket, from byte `start` on."""
+
+    name: str
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """The byte behind its last."""
+        return self.start + torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Return the tensor in the memory of its bucket, [bytes]."""
+        return memory[self.start : self.stop].view(self.dtype).view(self.shape)
+
+
+class WeightStream:
+    """Iterates over (name, whole tensor) of all stages; every rank iterates.
+
+    Args:
+        model: the boosted model.
+        mesh: mesh of ranks.
+        dtype: dtype of floating-point tensors; None for their own.
+        size: bytes of memory beyond the model; a tensor larger than its quarter comes alone.
+        to_rank: the rank that gets the tensors; None for all.
+        merges: whether adapters are added to the weights of the base model, instead of coming alone.
+    """
+
+    def __init__(
+        self,
+        model: HybridParallelModel,
+        mesh: HybridMesh,
+        dtype: torch.dtype | None,
+        size: int,
+        to_rank: int | None = None,
+        merges: bool = False,
+    ) -> None:
+        self.mesh, self._inside = mesh, model_inside(model.unwrap())
+        self._model, self._dtype, self._to_rank = model, dtype, to_rank
+        self._merged = MergedAdapters(model) if merges and has_adapters(model.unwrap()) else None
+        self.buckets = cut_by_size([*self._items()], size // _IN_MEMORY)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        stages = all_gather_json([_described(bucket) for bucket in self.buckets], self.mesh.group("pp"))
+        places = [(stage, index) for stage, buckets in enumerate(stages) for index in range(len(buckets))]
+        coming = (_Arrival(self, *place, _slots(stages[place[0]][place[1]])) for place in places)
+        seen: set[str] = set()
+        arriving = next(coming, None)
+        try:
+            while arriving is not None:
+                bucket, memory = arriving, arriving.finish()
+                arriving = next(coming, None)
+                for slot in bucket.slots:
+                    # Every stage has the buffers of the whole model; one of them is enough.
+                    if slot.name not in seen and self._to_rank in {None, dist.get_rank()}:
+                        yield slot.name, slot.view(memory)
+                    if arriving is not None:
+                        arriving.advance()
+                seen.update(slot.name for slot in bucket.slots)
+                del bucket, memory
+        except GeneratorExit:  # the caller has enough, and other ranks may not
+            for each in chain([] if arriving is None else [arriving], coming):
+                each.finish()
+            raise
+
+    def shards(self) -> Iterator[tuple[str, GlobalTensor]]:
+        """Yield (name, this rank's rectangles); a tensor that files hold in another form comes whole, from one rank."""
+        for item in chain.from_iterable(self.buckets):
+            if not item.unit.keeps_values:
+                whole = _completed(self.gathered([item]))
+                if all(spec_of(tensor).rank == 0 for tensor in item.tensors.values()):
+                    yield from ((name, GlobalTensor.whole(tensor)) for name, tensor in whole.items())
+                continue
+            (tensor,), (in_file,) = item.tensors.values(), item.unit.file
+            if self._merged is not None and self._merged.factors(tensor):
+                (local,) = _completed(self._local([item])).values()
+                piece = GlobalTensor.piece(spec_of(tensor), local)
+            else:
+                piece = piece_of(self._model, tensor)
+            if spec_of(tensor).is_owner:
+                parts = [replace(each, values=each.values.to(self._dtype_of(tensor))) for each in piece.rectangles]
+                yield in_file, GlobalTensor(piece.shape, self._dtype_of(tensor), parts)
+
+    # ----- what there is on this stage -----
+
+    def _items(self) -> Iterator[Item]:
+        if self._merged is not None:
+            yield from items_of(self._inside, self._merged.tensors(), self._dtype)
+        elif has_adapters(self._model.unwrap()):
+            yield from adapter_items(self._model, self._dtype)
+        else:
+            refuse_bare_adapters(self._model.unwrap())
+            yield from items_of(self._inside, local_tensors(self._model, unique=True), self._dtype)
+
+    def gathered(self, items: Sequence[Item]) -> _Steps:
+        """Gather items on all ranks of a stage: yield what to wait for, and return name in files -> tensor."""
+        local = yield from self._local(items)
+        shards, works = {}, []
+        for name, tensor in _tensors(items):
+            spec = spec_of(tensor)
+            shards[name], started = _from_ranks(local.pop(name), spec, self.mesh.group(spec.axis))
+            works += started
+        yield works
+        found: dict[str, Tensor] = {}
+        for item in items:
+            full = {name: spec_of(tensor).assemble(shards.pop(name)) for name, tensor in item.tensors.items()}
+            found |= to_files(self._inside, item.unit, full)
+        return found
+
+    def _local(self, items: Sequence[Item]) -> _Steps:
+        """Gather shards from the replicas that share them; return name in memory -> shard, [local shape]."""
+        values: dict[Tensor, Tensor] = {}
+        works: list[dist.Work] = []
+        for _, tensor in _tensors(items):
+            for needed in (tensor, *(self._merged.factors(tensor) if self._merged is not None else ())):
+                values[needed], started = _from_replicas(needed, self._model.gathers.holder(needed), self.mesh.device)
+                works += started
+        yield works
+        return {
+            name: (values[tensor] if self._merged is None else self._merged.add(tensor, values)).to(
+                self._dtype_of(tensor)
+            )
+            for name, tensor in _tensors(items)
+        }
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def reaches_this_pipeline(self) -> bool:
+        """Whether a rank of this pipeline gets the tensors."""
+        return self._to_rank is None or self._to_rank in dist.get_process_group_ranks(self.mesh.group("pp"))
+
+
+class _Arrival:
+    """A bucket on its way to this rank; `advance` waits for what has been started, and starts what follows.
+
+    Args:
+        stream: what it belongs to.
+        stage, index: the stage that has it, and its place there.
+        slots: what it holds.
+    """
+
+    def __init__(self, stream: WeightStream, stage: int, index: int, slots: Sequence[Slot]) -> None:
+        self.slots = slots
+        device = stream.mesh.device
+        self._memory = torch.empty(slots[-1].stop if slots else 0, dtype=torch.uint8, device=device)
+        self._steps, self._works, self._is_complete = self._run(stream, stage, index), [], False
+        # What the caller computes meanwhile does not wait for messages.
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self.advance()
+
+    def advance(self) -> None:
+        """Go on as far as the next messages."""
+        with failure.guard("booster.weights"), torch.no_grad(), torch.cuda.stream(self._stream):
+            for work in self._works:
+                work.wait()
+            self._works = next(self._steps, None) or []
+
+    def finish(self) -> Tensor:
+        """Wait until the bucket is here, and return its memory, [bytes]."""
+        while not self._is_complete:
+            self.advance()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._memory.record_stream(torch.cuda.current_stream())
+        return self._memory
+
+    def _run(self, stream: WeightStream, stage: int, index: int) -> Iterator[list[dist.Work]]:
+        pipeline = stream.mesh.group("pp")
+        if stage == stream.mesh.rank("pp"):
+            found = yield from stream.gathered(stream.buckets[index])
+            for slot in self.slots:
+                slot.view(self._memory).copy_(found.pop(slot.name))
+        if stream.mesh.size("pp") > 1 and stream.reaches_this_pipeline() and len(self._memory):
+            yield [dist.broadcast(self._memory, group=pipeline, group_src=stage, async_op=True)]
+        self._is_complete = True
+
+
+def _tensors(items: Sequence[Item]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in memory, tensor)."""
+    for item in items:
+        yield from item.tensors.items()
+
+
+@torch.no_grad()
+def _completed(steps: _Steps) -> dict[str, Tensor]:
+    """Run a gather to its end, and return what it found."""
+    while True:
+        try:
+            works = next(steps)
+        except StopIteration as end:
+            return end.value
+        for work in works:
+            work.wait()
+
+
+def _described(bucket: Sequence[Item]) -> list[list]:
+    """Return [name, dtype, shape] of all tensors, as JSON can hold it."""
+    return [
+        [name, str(dtype).removeprefix("torch."), list(shape)]
+        for item in bucket
+        for name, (dtype, shape) in item.unit.file.items()
+    ]
+
+
+def _slots(described: Sequence[Sequence]) -> list[Slot]:
+    """Place tensors one behind another."""
+    found, start = [], 0
+    for name, dtype, shape in described:
+        found.append(Slot(name, start, getattr(torch, dtype), tuple(shape)))
+        start = -(-found[-1].stop // _ALIGNED) * _ALIGNED
+    return found
+
+
+def _from_replicas(
+    tensor: Tensor, holder: ShardedParameters | None, device: torch.device
+) -> tuple[Tensor, list[dist.Work]]:
+    """Start to gather a tensor from the replicas that share it; return where it arrives, [local shape]."""
+    if holder is None:
+        return tensor.detach(), []
+    own = holder.own_slice(tensor)[2]
+    flat = torch.empty(tensor.numel(), dtype=own.dtype, device=device)
+    works = []
+    for rank in range(dist.get_world_size(holder.options.shard_group)):
+        part = holder.slice_on(rank, tensor)
+        place = flat[part.start : part.stop]
+        if rank == holder.rank:
+            place.copy_(own)
+        if len(place):
+            works.append(_broadcast(place, rank, holder.options.shard_group))
+    return flat.view(tensor.shape), works
+
+
+def _from_ranks(local: Tensor, spec: ShardSpec, group: dist.ProcessGroup) -> tuple[list[Tensor], list[dist.Work]]:
+    """Start to gather the shards of all ranks of a group; return where they arrive, in rank order."""
+    if spec.dim is None:
+        return [local], []
+    shapes = [spec.on_rank(rank).local_shape for rank in range(spec.world_size)]
+    shards = [local.contiguous() if rank == spec.rank else local.new_empty(each) for rank, each in enumerate(shapes)]
+    return shards, [_broadcast(shard.view(-1), rank, group) for rank, shard in enumerate(shards) if shard.numel()]
+
+
+def _broadcast(flat: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
+    """Start to broadcast [size], as bytes: no backend supports all dtypes."""
+    return dist.broadcast(as_bytes(flat), group=group, group_src=source, async_op=True)
