@@ -6,6 +6,7 @@ from booster.errors import ConfigurationError, VerificationError
 from booster.launch import launch, launch_from_torch
 from booster.logging import lower_missing_kernel
 from booster.meter import Meter
+from booster.notebook import notebook_launcher
 from booster.plugin import (
     CheckpointIO,
     PipelineResult,
@@ -40,6 +41,7 @@ __all__ = [
     "launch",
     "launch_from_torch",
     "load_plugin",
+    "notebook_launcher",
     "record_module_init",
     "verify",
 ]
