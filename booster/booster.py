@@ -155,7 +155,15 @@ class Booster:
         """Write a Hugging Face directory that plain `from_pretrained` opens."""
         self.plugin.checkpoint_io.save_model(model, str(directory), **options)
 
-    def weights(self, model: nn.Module, dtype: torch.dtype | None = None, **options: Any) -> Iterator[tuple[str, Any]]:
+    def weights(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        bucket_size_in_mb: float = 512,
+        to_rank: int | None = None,
+        merge_adapters: bool = False,
+        shards: bool = False,
+    ) -> Iterator[tuple[str, Any]]:
         """Return an iterator over the names and whole tensors that `save_model` would write, under any layout.
 
         Every rank iterates, and the weights must not change meanwhile. A rank that leaves the loop early takes part in
@@ -163,8 +171,8 @@ class Booster:
 
         Args:
             dtype: dtype of floating-point tensors; None for their own.
-            bucket_size_in_mb: memory that the stream takes beyond the model, 512 if left out; a larger tensor comes
-                alone. The next tensors are gathered while these are used.
+            bucket_size_in_mb: memory that the stream takes beyond the model; a tensor that is larger comes alone. The
+                next tensors are gathered while these are used.
             to_rank: the rank that gets the tensors, and the loop of the others has no turns; None for all ranks.
             merge_adapters: add LoRA's products to the weights of the base model, instead of yielding the adapters.
             shards: yield each rank's own pieces instead: `shape` of the whole, and `rectangles` with `offsets`,
@@ -173,7 +181,7 @@ class Booster:
         Raises:
             ConfigurationError: an argument is invalid, or an adapter cannot be merged.
         """
-        return self.plugin.checkpoint_io.weights(model, dtype=dtype, **options)
+        return self.plugin.checkpoint_io.weights(model, dtype, bucket_size_in_mb, to_rank, merge_adapters, shards)
 
     @failure.guard("booster.load_model")
     def load_model(self, model: nn.Module, directory: str, **options: Any) -> None:

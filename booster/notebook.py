@@ -84,7 +84,7 @@ def _check(fn: Callable[..., Any], num_processes: int) -> None:
         )
     if torch.cuda.is_initialized():
         raise ConfigurationError(
-            "CUDA is in use in this process, and ranks cannot inherit it; restart the notebook, and use GPUs in fn alone"
+            "CUDA is in use in this process, which ranks cannot inherit; restart the notebook, and use GPUs in fn alone"
         )
     if torch.cuda.is_available() and num_processes > torch.cuda.device_count():
         raise ConfigurationError(

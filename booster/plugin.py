@@ -164,7 +164,7 @@ class CheckpointIO(ABC):
         """Return the state dict of the whole model, on all ranks, in host memory; optional for a plugin."""
         raise ConfigurationError(f"{type(self).__name__} cannot gather a model; use save_model")
 
-    def weights(self, model: nn.Module, **options: Any) -> Iterator[tuple[str, Any]]:
+    def weights(self, model: nn.Module, *options: Any) -> Iterator[tuple[str, Any]]:
         """Return an iterator over the tensors that `save_model` writes; optional for a plugin."""
         raise ConfigurationError(f"{type(self).__name__} cannot stream weights; use save_model")
 

@@ -125,11 +125,11 @@ class HybridParallelCheckpointIO(CheckpointIO):
     def weights(
         self,
         model: nn.Module,
-        dtype: torch.dtype | None = None,
-        bucket_size_in_mb: float = 512,
-        to_rank: int | None = None,
-        merge_adapters: bool = False,
-        shards: bool = False,
+        dtype: torch.dtype | None,
+        bucket_size_in_mb: float,
+        to_rank: int | None,
+        merge_adapters: bool,
+        shards: bool,
     ) -> Iterator[tuple[str, Any]]:
         """Return an iterator over (name, tensor) of what `save_model` would write; see `Booster.weights`."""
         check_boosted({"model": model})
