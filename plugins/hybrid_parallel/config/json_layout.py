@@ -15,6 +15,7 @@ from typing import Any
 from booster.errors import ConfigurationError, check_names
 from plugins.hybrid_parallel.config.option_group import COUNT, OptionGroup, one_of, option, unknown_key
 from plugins.hybrid_parallel.config.options import OPTIONS
+from plugins.hybrid_parallel.config.other_names import what_to_write
 from plugins.hybrid_parallel.config.parallel import DEVICE_MAPPING
 from shardformer.utils.json import read_json_object
 
@@ -156,7 +157,7 @@ def options_of_text(text: str) -> dict[str, Any]:
         name, _, value = (word.strip() for word in part.partition("="))
         if not name or not value:
             raise ConfigurationError(f"the layout '{text}' has '{part}' where option=value is due; use tp=2,pp=2, say")
-        check_names([name], [*_SHORT, *OPTIONS], "a layout")
+        check_names([name], [*_SHORT, *OPTIONS], "a layout", what_to_write)
         full = _SHORT.get(name, name)
         if full in options:
             raise ConfigurationError(f"the layout '{text}' gives {full} twice; give it once")

@@ -11,6 +11,7 @@ from plugins.hybrid_parallel.config.debugging import DebugOptions
 from plugins.hybrid_parallel.config.kernels import KernelOptions
 from plugins.hybrid_parallel.config.offload import OffloadOptions
 from plugins.hybrid_parallel.config.option_group import OptionGroup
+from plugins.hybrid_parallel.config.other_names import what_to_write
 from plugins.hybrid_parallel.config.parallel import ParallelOptions
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.config.policy import PolicyOptions
@@ -71,7 +72,7 @@ class HybridParallelConfig:
         Raises:
             ConfigurationError: an option does not exist (the message names the closest one), or a value is invalid.
         """
-        check_names(options, OPTIONS, "HybridParallelPlugin")
+        check_names(options, OPTIONS, "HybridParallelPlugin", what_to_write)
         given: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
             given.setdefault(_GROUP_OF[name], {})[name] = value

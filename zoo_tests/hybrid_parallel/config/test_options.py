@@ -6,6 +6,8 @@ What breaks here first: a rule that is dropped with a refactoring. Look in `plug
 from __future__ import annotations
 
 import json
+import re
+from collections import ChainMap
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import pytest
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
+from plugins.hybrid_parallel.config import other_names
+from plugins.hybrid_parallel.config.json_layout import options_of_text
 from plugins.hybrid_parallel.config.options import OPTIONS
 from plugins.hybrid_parallel.config.zero import ZeroOptions
 from shardformer import TPInfo
@@ -188,18 +192,31 @@ def test_several_problems_are_told_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"),
+    ("name", "instead"),
     [
-        ("tp", "tp_size"),
-        ("num_micro_batches", "num_microbatches"),
-        ("zerostage", "zero_stage"),
-        ("maxnorm", "max_norm"),
-        ("self", "seed"),
+        ("tp_siz", "use tp_size"),
+        ("zerostage", "use zero_stage"),
+        ("maxnorm", "use max_norm"),
+        ("tensor_model_parallel_size", "use tp_size=2"),
+        ("bf16", "use precision='bf16'"),
+        ("gradient_accumulation_steps", "call booster.backward for each batch, inside of booster.no_sync()"),
+        ("self", "it has tp_size, pp_size, "),
     ],
 )
-def test_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"has no option '{name}'; use {nearest}"):
+def test_unknown_option_names_what_to_write(name: str, instead: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"has no option '{name}'; {instead}")):
         HybridParallelPlugin(**{name: 2})
+
+
+def test_names_of_other_libraries_lead_to_valid_options() -> None:
+    assert not set(other_names._ELSEWHERE).intersection(OPTIONS)
+    names = [name for names in other_names._OPTIONS.values() for name in names.split()]
+    assert len(set(names)) == len(names)
+    needed = {"offload_parameters": {"zero_stage": 3}, "num_model_chunks": {"pp_style": "interleaved"}}
+    for use in other_names._OPTIONS:
+        options = options_of_text(use.replace(" and ", ","))
+        further = [needed[name] for name in options if name in needed]
+        HybridParallelConfig.from_options(**dict(ChainMap(options, *further, {"tp_size": 2, "pp_size": 2})))
 
 
 @pytest.mark.parametrize(
