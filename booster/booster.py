@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,13 @@ from booster.launch import elastic_place, take_profile_request
 from booster.meter import Meter
 from booster.plugin import PipelineResult, Plugin, TrainingObjects, load_plugin
 
+# What other libraries call it -> what to write.
+_INSTEAD = {
+    **dict.fromkeys(("initialize", "prepare", "configure"), "model, optimizer, … = booster.boost(model, optimizer, …)"),
+    **dict.fromkeys(("save", "save_state"), "booster.save_model(model, directory) or booster.save_checkpoint(…)"),
+    **dict.fromkeys(("load", "load_state"), "booster.load_model(model, directory) or booster.load_checkpoint(…)"),
+    **dict.fromkeys(("step", "zero_grad"), "the optimizer's, optimizer.step() and optimizer.zero_grad()"),
+}
 _KEYWORDS = ("model", "optimizer", "criterion", "dataloader", "lr_scheduler")
 
 
@@ -130,6 +137,10 @@ class Booster:
         return self.plugin.execute_pipeline(
             data_iter, model, criterion or self._criterion, optimizer, return_loss, return_outputs
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"Booster has no {name}{instead}", name=name, obj=self)
 
     def meter(self, model: nn.Module, total_steps: int | None = None, **options: Any) -> Meter:
         """Return a meter of loss, speed, utilization, memory and time left; see `Meter` for its options."""

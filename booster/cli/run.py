@@ -56,6 +56,7 @@ _SHUTDOWN_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
 _TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _OWN_SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"
 _NPROC_VARIABLE = "PET_NPROC_PER_NODE"
+_RANKS = re.compile(r"(?<!\S)(-n|--n|--np|--nprocs?|--num[-_]processes|--world[-_]size)(?=\s|=|$)")
 _NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
 
 
@@ -134,6 +135,8 @@ def _refuse(message: str) -> NoReturn:
     """Replace the parser's `error` method, which prints the whole usage."""
     if "training_script" in message:
         raise ConfigurationError(f"no script was given; use {_EXAMPLE}")
+    if (name := _RANKS.search(message)) is not None:
+        raise ConfigurationError(f"{_PROG} has no option '{name[0]}'; use --nproc-per-node, as in {_EXAMPLE}")
     raise ConfigurationError(f"{message}; `{_PROG} --help` lists what there is")
 
 

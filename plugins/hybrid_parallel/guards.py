@@ -27,6 +27,10 @@ from shardformer.shard_spec import spec_of
 from shardformer.utils.untraced import untraced
 
 # Attribute that an engine reads first -> the engine.
+_BOOSTED_ENGINES = {
+    "Trainer": "booster.integrations.transformers.boosted(Trainer)(…, plugin=plugin)",
+    "Accelerator.prepare": "booster.integrations.accelerate.Accelerator(plugin=plugin)",
+}
 _ASKED_OF_MODELS = {
     "_ddp_params_and_buffers_to_ignore": "DistributedDataParallel",
     "_is_accelerate_prepared": "Accelerator.prepare",
@@ -330,9 +334,15 @@ def _refuse_what_has_moved(found: GuardedModel | GuardedOptimizer, name: str, ki
 
 
 def _refuse_engine(engine: str) -> NoReturn:
+    instead = _BOOSTED_ENGINES.get(engine)
+    instead = (
+        f"leave {engine} out and train with booster.execute_pipeline, or with model(**batch) and booster.backward"
+        if instead is None
+        else f"leave out boost(), and use {instead} on the plain model"
+    )
     raise ConfigurationError(
-        f"{engine} cannot take what boost() returned, which shares out batches and averages gradients by itself; leave "
-        f"{engine} out and train with booster.execute_pipeline, or with model(**batch) and booster.backward"
+        f"{engine} cannot take what boost() returned, which shares out batches and averages gradients by itself; "
+        f"{instead}"
     )
 
 

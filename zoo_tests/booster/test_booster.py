@@ -119,6 +119,13 @@ def test_what_boost_refuses() -> None:
         booster.boost(model, 3)
 
 
+def test_names_of_other_libraries_lead_to_ours() -> None:
+    with pytest.raises(AttributeError, match=r"Booster has no initialize; use model, optimizer, … = booster.boost\("):
+        Booster(SingleProcessPlugin()).initialize()
+    with pytest.raises(AttributeError, match="Booster has no other$"):
+        Booster(SingleProcessPlugin()).other()
+
+
 def test_a_third_partys_plugin_trains() -> None:
     model, optimizer, scheduler, _ = _objects()
     plain = nn.Linear(3, 1)

@@ -54,7 +54,7 @@ def check_boosted_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, GuardedOptimizer):
         raise ConfigurationError(
             f"the optimizer is a plain {type(optimizer).__name__}; pass the one that boost() returned for one that "
-            "was made before boost() and given to it together with the model"
+            "was made before: model, optimizer, … = booster.boost(model, optimizer, …)"
         )
 
 

@@ -101,7 +101,8 @@ class ParallelOptions(OptionGroup):
             raise ConfigurationError(
                 f"world size {world_size} is not a multiple of {'*'.join(sizes)}="
                 f"{'*'.join(map(str, sizes.values()))}={block}; "
-                f"start {-(-world_size // block) * block} ranks or choose sizes whose product divides {world_size}"
+                f"start {(ranks := -(-world_size // block) * block)} ranks by `booster run --nproc-per-node {ranks} "
+                f"script.py`, or choose sizes whose product divides {world_size}"
             )
         dp_size = world_size // block
         if self.dp_size is not None and self.dp_size != dp_size:

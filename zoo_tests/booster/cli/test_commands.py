@@ -38,6 +38,14 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
             ["run", "nowhere.py"],
             "script 'nowhere.py' is not a file; use one that exists, as in `booster run --nproc-per-node 4 script.py`",
         ),
+        (
+            ["run", "-n", "2", "x"],
+            "booster run has no option '-n'; use --nproc-per-node, as in `booster run --nproc-per-node 4 script.py`",
+        ),
+        (
+            ["run", "--np", "2", "x"],
+            "booster run has no option '--np'; use --nproc-per-node, as in `booster run --nproc-per-node 4 script.py`",
+        ),
         (["run", "--bad", "x"], "unrecognized arguments: --bad; `booster run --help` lists what there is"),
         (
             ["run", "--nproc-per-node", "0", __file__],
