@@ -5,6 +5,7 @@ Each has the effect that it has on the plain model, or raises an error that says
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,19 +32,9 @@ _AS_DDP = {
     "output_device": None,
     "dim": 0,
 }
-# What each DistributedDataParallel has besides, of its buckets, buffers and copies.
-_PARTS_OF_DDP = (
-    *("batched_grad_copy", "broadcast_bucket_size", "broadcast_buffers", "bucket_bytes_cap", "bucket_bytes_cap_list"),
-    *(
-        "bucket_bytes_cap_default",
-        "device_mesh",
-        "forward_sync_buffers",
-        "gradient_as_bucket_view",
-        "logger",
-        "reducer",
-    ),
-    *("is_multi_device_module", "mixed_precision", "parameters_to_ignore", "skip_all_reduce_unused_params"),
-    "use_side_stream_for_tensor_copies",
+# What each DistributedDataParallel has besides, of buckets, buffers and copies: in each release of torch other things.
+_PARTS_OF_DDP = frozenset(
+    each.argval for each in dis.get_instructions(DistributedDataParallel.__init__) if each.opname == "STORE_ATTR"
 )
 
 
