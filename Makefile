@@ -16,8 +16,8 @@ ARGS ?=
 
 help:
 	@echo "make bert         fine-tune a pretrained BERT on 4 ranks (tp 2 x pp 2)"
-	@echo "make test         the test suite; make test-fast leaves out all that take long, make test-all nothing"
-	@echo "make test-newest  the test suite with what pip installs today, in a virtual environment of its own"
+	@echo "make test         the tests with a sample of the slow ones; make test-fast leaves out all that take long, test-all nothing"
+	@echo "make test-newest  the same tests with what pip installs today, in a virtual environment of its own"
 	@echo "make test-cuda    tests on a CUDA device that is simulated in host memory; needs a C++ compiler"
 	@echo "make gpu          on a machine with a GPU: tests and measures it in 8 minutes, and writes runs/gpu.md"
 	@echo "make campaigns    what takes an hour: every mutant, every plan, kills and faults, of which the suite has samples"

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +14,14 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zoo_tests.gpu import device as gpu
-from zoo_tests.harness.long_tests import LongTests, function_of, long_tests
+from zoo_tests.harness.long_tests import LongTests, function_of, long_tests, slow_cases
 from zoo_tests.harness.poison import poison_fresh_memory
 from zoo_tests.harness.ranks import DEVICE_VARIABLE, start_server, stop_pools
+from zoo_tests.harness.sample import SHARES, sampled, seed_of_commit
 from zoo_tests.harness.support import SupportMatrix
 from zoo_tests.simcuda import build
 
 _MANY_TESTS = 400
-_SAMPLED = 16
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,7 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     devices = "device of the ranks: simcuda is CUDA in host memory, gpu the GPUs of this machine"
     parser.addoption("--device", choices=("cpu", "simcuda", "gpu"), help=devices)
     parser.addoption("--campaigns", action="store_true", help="run the campaigns too, of which the suite has samples")
-    parser.addoption("--sample", action="store_true", help=f"run one of {_SAMPLED} tests that are marked slow")
+    of_slow = f"run one of {SHARES} tests that are marked slow, and one of each function"
+    parser.addoption("--sample", action="store_true", help=of_slow)
+    parser.addoption("--sample-seed", type=int, help="number of the sample; the number of commits if it is not given")
     parser.addoption("--quick", action="store_true", help="leave out what zoo_tests/long_tests.txt names")
     parser.addoption("--write-long-tests", action="store_true", help="write zoo_tests/long_tests.txt from this run")
 
@@ -44,10 +45,19 @@ def pytest_configure(config: pytest.Config) -> None:
         _choose_device(config.getoption("--device"))
     if config.getoption("--write-support") and config.getoption("--sample"):
         raise pytest.UsageError("--write-support writes what all cases prove; use it without --sample")
+    if config.getoption("--sample") and config.getoption("--sample-seed") is None:
+        config.option.sample_seed = seed_of_commit()  # workers are given the options of this process
     is_worker = hasattr(config, "workerinput")
     matrix = SupportMatrix(config.getoption("--write-support"), is_worker)
     config.pluginmanager.register(matrix, "support-matrix")
     config.pluginmanager.register(LongTests(config.getoption("--write-long-tests"), is_worker), "long-tests")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if not config.getoption("--sample"):
+        return None
+    seed = config.getoption("--sample-seed")
+    return f"sample {seed % SHARES} of {SHARES} of the slow tests; repeat it with --sample --sample-seed {seed}"
 
 
 def _choose_device(name: str) -> None:
@@ -73,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--campaigns"):
         _leave_out(config, items, {item for item in items if item.get_closest_marker("campaign") is not None})
     if config.getoption("--sample"):
-        _leave_out(config, items, _beyond_the_sample(items))
+        _leave_out(config, items, _beyond_the_sample(config, items))
     if config.getoption("--quick"):
         long = long_tests()
         _leave_out(config, items, {item for item in items if function_of(item.nodeid) in long})
@@ -84,17 +94,11 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], which: set[pytes
     items[:] = [item for item in items if item not in which]
 
 
-def _beyond_the_sample(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The slow tests but those that a hash of their names picks, alike in every run, and the first of a slow file."""
+def _beyond_the_sample(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
     slow = [item for item in items if item.get_closest_marker("slow") is not None]
-    seen = {item.path for item in set(items).difference(slow)}
-    beyond = set()
-    for item in slow:
-        picked = zlib.crc32(item.nodeid.encode()) % _SAMPLED == 0
-        if item.path in seen and not picked:
-            beyond.add(item)
-        seen.add(item.path)
-    return beyond
+    others = [item.nodeid for item in set(items).difference(slow)]
+    chosen = sampled([item.nodeid for item in slow], others, config.getoption("--sample-seed"), slow_cases())
+    return {item for item in slow if item.nodeid not in chosen}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

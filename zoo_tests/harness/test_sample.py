@@ -1,0 +1,70 @@
+"""The sample of slow tests: sixteen commits run them all, and each one a case of every function.
+
+What fails here first: a seed that stays the same, and a function that no sample runs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from zoo_tests.conftest import pytest_report_header
+from zoo_tests.harness.sample import SHARES, sampled, seed_of_commit
+
+_FUNCTIONS = {"a.py::test_many": 40, "a.py::test_few": 3, "b.py::test_one": 1, "b.py::test_mixed": 2}
+_SLOW = [f"{name}[{case}]" for name, cases in _FUNCTIONS.items() for case in range(cases)]
+_OTHERS = ["b.py::test_mixed[fast]", "c.py::test_fast"]
+
+
+@pytest.mark.parametrize("first", [0, 5, 1174])
+def test_sixteen_consecutive_seeds_run_all(first: int) -> None:
+    samples = [sampled(_SLOW, _OTHERS, seed, {}) for seed in range(first, first + SHARES)]
+    assert set(chain(*samples)) == set(_SLOW)
+    counts = [sum(name.startswith("a.py::test_many") for name in sample) for sample in samples]
+    assert sum(counts) == 40 and max(counts) - min(counts) <= 1, "each case runs once, and none in a crowd"
+    assert samples[0] == sampled(_SLOW, _OTHERS, first + SHARES, {})
+
+
+@pytest.mark.parametrize("seed", range(SHARES))
+def test_each_function_has_a_case(seed: int) -> None:
+    functions = {name.partition("[")[0] for name in (*sampled(_SLOW, _OTHERS, seed, {}), *_OTHERS)}
+    assert functions >= _FUNCTIONS.keys()
+
+
+def test_the_case_outside_of_a_share_is_the_shortest() -> None:
+    seconds = {"a.py::test_few[0]": 30.0, "a.py::test_few[2]": 9.0}
+    samples = [sampled(_SLOW, _OTHERS, seed, seconds) for seed in range(SHARES)]
+    few = [[name for name in sample if "test_few" in name] for sample in samples]
+    assert few.count(["a.py::test_few[1]"]) == SHARES - 2, few
+    assert ["a.py::test_few[0]"] in few and ["a.py::test_few[2]"] in few
+
+
+def test_the_seed_counts_commits(tmp_path: Path) -> None:
+    """Also where git does not know them all, and where there is no git."""
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, capture_output=True)
+
+    whole, shallow = tmp_path / "whole", tmp_path / "shallow"
+    git("init", str(whole))
+    for number in range(1, 4):
+        git("-C", str(whole), "commit", "--allow-empty", "-m", f"commit {number}")
+        assert seed_of_commit(whole) == number
+    git("clone", "--depth", "1", f"file://{whole}", str(shallow))
+    seeds = [seed_of_commit(shallow)]
+    git("-C", str(whole), "commit", "--allow-empty", "-m", "another")
+    git("-C", str(shallow), "fetch", "--depth", "1")
+    git("-C", str(shallow), "reset", "--hard", "FETCH_HEAD")
+    seeds.append(seed_of_commit(shallow))
+    assert len(set(seeds)) == 2 and min(seeds) > 4, "names of commits, not the one commit that a shallow clone has"
+    assert seed_of_commit(tmp_path) == 0
+
+
+def test_a_run_says_how_to_repeat_it() -> None:
+    options = {"--sample": True, "--sample-seed": 21}
+    header = pytest_report_header(SimpleNamespace(getoption=options.get))
+    assert header == f"sample 5 of {SHARES} of the slow tests; repeat it with --sample --sample-seed 21"
