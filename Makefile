@@ -5,6 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
 NEWEST_VENV ?= .venv-newest
+BUILD_VENV ?= .venv-build
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
@@ -97,9 +98,12 @@ format: setup
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
-wheel: setup
+# To pack the library takes neither what it needs nor what its tests need.
+wheel:
+	test -x $(BUILD_VENV)/bin/python || $(PYTHON) -m venv $(BUILD_VENV)
+	$(BUILD_VENV)/bin/python -m pip install --quiet --constraint constraints.txt build
 	rm -rf build dist
-	$(BIN)/python -m build --quiet --wheel
+	$(BUILD_VENV)/bin/python -m build --quiet --wheel
 
 clean:
-	rm -rf $(VENV) $(NEWEST_VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST_VENV) $(BUILD_VENV) build dist *.egg-info .pytest_cache .ruff_cache

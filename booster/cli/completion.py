@@ -29,7 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         import shtab
     except ImportError:
-        raise ConfigurationError("`booster completion` needs the package shtab; pip install shtab") from None
+        raise ConfigurationError(
+            "`booster completion` needs the package shtab; pip install 'hybrid-booster[completion]'"
+        ) from None
     sys.stdout.write(shtab.complete(_whole_parser(shtab.FILE), shell=options.shell) + "\n")
     return 0
 

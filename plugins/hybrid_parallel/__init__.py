@@ -41,4 +41,9 @@ _ON_DEMAND = {
 def __getattr__(name: str) -> Any:
     if name not in _ON_DEMAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
+    try:
+        return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "pydantic":
+            raise
+        raise ImportError(f"{name} needs the package pydantic; pip install 'hybrid-booster[atorch]'") from None

@@ -8,9 +8,12 @@ from __future__ import annotations
 import ast
 import io
 import re
+import sys
 import tokenize
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,9 @@ MAY_PATCH = (
     "shardformer/policies/proposed/replay.py",  # for a pass of a tiny model: models also call `forward` themselves
     "shardformer/utils/outer_call.py",
 )
+# Imported if it is there: apex has no package on the index, xformers is asked for by name, and Lightning and
+# transformers need the others.
+BROUGHT_BY_OTHERS = {"apex", "fused_layer_norm_cuda", "xformers", "torchmetrics", "tqdm"}
 MAX_FILE = 600
 MAX_LOOSE = 6  # files at the top of a package
 MAX_FUNCTION = 60
@@ -256,6 +262,27 @@ def test_no_star_imports() -> None:
         if target.endswith(".*")
     ]
     assert not stars
+
+
+def test_what_is_imported_is_declared() -> None:
+    """As a dependency where a module of the core imports it at its top, and anywhere else in an extra at least."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = set(map(_import_name, project["dependencies"]))
+    optional = set(map(_import_name, chain(*project["optional-dependencies"].values())))
+    ours = {*sys.stdlib_module_names, *OURS}
+    undeclared = []
+    for path in files_of(*LIBRARY):
+        has_extra = {"integrations", "deepspeed_3d"} & set(path.parts)
+        early = set() if has_extra else set(imports_in(at_import_time(tree_of(path))))
+        for target in set(imports_in(ast.walk(tree_of(path)))):
+            name = target.partition(".")[0]
+            if name not in needed | ours and (target in early or name not in optional | BROUGHT_BY_OTHERS):
+                undeclared.append(f"{named(path)} imports {target}")
+    assert not undeclared, "\n".join(undeclared)
+
+
+def _import_name(requirement: str) -> str:
+    return re.match(r"[\w-]+", requirement)[0].replace("-", "_")
 
 
 def test_files_say_what_they_are() -> None:

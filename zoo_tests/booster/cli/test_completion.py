@@ -97,4 +97,4 @@ def test_without_shtab(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "shtab", None)
     code, out, err = outcome(capsys, "completion", "bash")
     assert (code, out) == (2, "")
-    assert err == "error: `booster completion` needs the package shtab; pip install shtab\n"
+    assert err == "error: `booster completion` needs the package shtab; pip install 'hybrid-booster[completion]'\n"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
+from plugins import hybrid_parallel
 from plugins.hybrid_parallel.compat.deepspeed_3d.ds_config import Bf16, DeepSpeedConfig, Fp16, Zero, read_ds_config
 from plugins.hybrid_parallel.compat.deepspeed_3d.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -338,3 +341,13 @@ def test_a_schedule_of_groups_with_learning_rates_of_their_own() -> None:
 def test_a_schedule_of_nothing() -> None:
     with pytest.raises(ConfigurationError, match="the optimizer has lr=0, .* use its largest lr"):
         _lrs({"type": "WarmupLR"}, 1, lr=0.0)
+
+
+def test_without_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence names what to install."""
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    for name in ("config", "ds_config"):
+        monkeypatch.delitem(sys.modules, f"plugins.hybrid_parallel.compat.deepspeed_3d.{name}", raising=False)
+    sentence = "DeepSpeed3DParallelConfig needs the package pydantic; pip install 'hybrid-booster[atorch]'"
+    with pytest.raises(ImportError, match=re.escape(sentence)):
+        _ = hybrid_parallel.DeepSpeed3DParallelConfig
