@@ -1,4 +1,4 @@
-"""The list of private names of transformers is complete, and true of the installed release.
+"""The list of private names of transformers, torch and Lightning is complete, and true of the installed releases.
 
 What fails here first: a new use of a private name, and a release that has renamed one or given it other arguments.
 """
@@ -11,27 +11,37 @@ import pytest
 import transformers
 
 from zoo_tests.architecture import transformers_names
-from zoo_tests.architecture.transformers_names import read_list, state_of, used_names, version_of
+from zoo_tests.architecture.transformers_names import names_of, read_list, state_of, version_of
 
 _PACKAGE = Path(transformers.__file__).parent
+_PACKAGES = [pytest.param(_PACKAGE.with_name(name), id=name) for name in read_list()]
 _WRITE = "python -m zoo_tests.architecture.transformers_names writes the list"
 
 
-def test_every_private_use_is_listed_and_no_other() -> None:
-    used, listed = used_names(_PACKAGE), read_list()["names"].keys()
+@pytest.fixture(autouse=True)
+def _installed(request: pytest.FixtureRequest) -> None:
+    package = request.node.callspec.params.get("package") if hasattr(request.node, "callspec") else None
+    if package is not None and not package.is_dir():
+        pytest.skip(f"{package.name} is not installed next to transformers")
+
+
+@pytest.mark.parametrize("package", _PACKAGES)
+def test_every_private_use_is_listed_and_no_other(package: Path) -> None:
+    used, listed = names_of(package), read_list()[package.name]["names"].keys()
     new = {name: sorted(files) for name, files in used.items() if name not in listed}
     assert not new and not listed - used.keys(), f"not listed: {new}; not used: {listed - used.keys()}; {_WRITE}"
 
 
-def test_the_installed_release_has_them_as_listed() -> None:
+@pytest.mark.parametrize("package", _PACKAGES)
+def test_the_installed_release_has_them_as_listed(package: Path) -> None:
     """Of a release that the list knows, sources have to be equal too; of any other, signatures."""
-    found, version = read_list(), version_of(_PACKAGE)
+    found, version = read_list()[package.name], version_of(package)
     is_known = version in found["releases"]
     until = found["releases"].index(version) if is_known else len(found["releases"])
     changed = {}
     for name, states in found["names"].items():
         *_, last = (state for state in states if found["releases"].index(state["release"]) <= until)
-        now = state_of(name, _PACKAGE) or {"text": None, "digest": None}
+        now = state_of(name, package) or {"text": None, "digest": None}
         if any(now[key] != last[key] for key in (("text", "digest") if is_known else ("text",))):
             changed[name] = f"{last['text']} since {last['release']}, {now['text']} in {version}"
     assert not changed, f"{changed}; read what changed, then {_WRITE}"
@@ -51,7 +61,7 @@ def test_private_uses_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "model._parameters, Trainer.train\n"
     )
     monkeypatch.setattr(transformers_names, "REPOSITORY", tmp_path)
-    assert sorted(name.removeprefix("transformers.") for name in used_names(_PACKAGE)) == [
+    assert sorted(name.removeprefix("transformers.") for name in names_of(_PACKAGE)) == [
         "cache_utils.DynamicLayer",
         "core_model_loading._weight_conversions",
         "masking_utils.find_packed_sequence_indices",
@@ -59,6 +69,32 @@ def test_private_uses_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "pytorch_utils",
         "trainer.Trainer._wrap_model",
         "trainer.skip_first_batches",
+    ]
+
+
+def test_private_uses_of_torch_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "booster").mkdir()
+    (tmp_path / "booster" / "uses.py").write_text(
+        "import torch\n"
+        "import torch._dynamo.config\n"
+        "from torch.nn.modules.batchnorm import _BatchNorm as Norm\n"
+        "from torch.utils import _pytree as trees\n"
+        "class Ours(torch.nn.Module):\n"
+        "    def _apply(self, fn): return self._rank, fn._parameters\n"
+        "torch._foreach_norm([]), trees.tree_leaves(1), torch._dynamo.config.recompile_limit\n"
+        "torch.nn.Linear, torch.distributed.barrier()\n"
+    )
+    monkeypatch.setattr(transformers_names, "REPOSITORY", tmp_path)
+    assert sorted(name.removeprefix("torch.") for name in names_of(_PACKAGE.with_name("torch"))) == [
+        "_C._VariableFunctions._foreach_norm",
+        "_dynamo",
+        "_dynamo.config",
+        "_dynamo.config.recompile_limit",
+        "nn.modules.batchnorm._BatchNorm",
+        "nn.modules.module.Module._apply",
+        "nn.modules.module.Module._parameters",
+        "utils._pytree",
+        "utils._pytree.tree_leaves",
     ]
 
 

@@ -1,12 +1,14 @@
-"""Which names of transformers the library uses that its documentation does not promise, and which release changed one.
+"""Which names of others the library uses that their documentation does not promise, and which release changed one.
 
     python -m zoo_tests.architecture.transformers_names FOLDER ...
 
 writes `transformers_names.json`; each folder has the `transformers` package of a release, as of `pip install --no-deps
---target FOLDER transformers==5.21.1`. Names and sources are read, and nothing is imported.
+--target FOLDER transformers==5.21.1`, or `torch`, or `lightning`, or several of them. Names and sources are read, and
+nothing is imported.
 
-A name counts if it is imported from a sub-module of transformers, read from or written to one (`masking_utils.…`), or
-starts with an underscore and belongs to one of the classes in `_OWNERS`.
+A name of transformers counts if it is imported from a sub-module, read from or written to one (`masking_utils.…`), or
+starts with an underscore and belongs to one of the classes in `_OWNERS`. Of torch and Lightning a name counts if a part
+of it starts with an underscore.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,20 @@ _OWNERS = (
     "modeling_layers",
     "dynamic_module_utils",
 )
+# The same of packages whose public names are promised, those that their documentation does not have among them too.
+_OTHERS = {
+    "torch": ("nn.modules.module", "optim.optimizer", "optim.lr_scheduler", "_tensor", "utils.data.dataloader")
+    + ("_C._distributed_c10d",),
+    "lightning": ("pytorch.trainer.trainer", "pytorch.core.module", "pytorch.core.optimizer", "fabric.fabric")
+    + ("fabric.wrappers", "pytorch.strategies.strategy", "pytorch.trainer.connectors.accelerator_connector"),
+}
 # Of torch, whose modules transformers' classes derive from.
 _TORCH = frozenset(
     ("_buffers", "_parameters", "_modules", "_apply", "_load_from_state_dict", "_metadata")
     + ("_non_persistent_buffers_set", "_orig_mod", "_last_lr", "_forward_hooks", "_forward_pre_hooks")
 )
-# The library's own names, which a class of transformers has by coincidence.
-_OWN = frozenset(("_save", "_prefix"))
+# The library's own names, which a class of the others has by coincidence.
+_OWN = frozenset(("_save", "_prefix", "_timeout", "_schedulers"))
 
 
 def used_names(transformers: Path) -> dict[str, set[str]]:
@@ -56,13 +65,37 @@ def used_names(transformers: Path) -> dict[str, set[str]]:
     Args:
         transformers: folder of the package.
     """
+    members = _private_members(transformers, _OWNERS)
+
+    def names_in(tree: ast.AST) -> Iterator[str]:
+        yield from _of_modules(tree, transformers)
+        yield from (members[name] for name in _private_in(tree) - _TORCH if name in members)
+
+    return _used(names_in)
+
+
+def used_private_names(package: Path) -> dict[str, set[str]]:
+    """Dotted name -> files of the library that use it, of a package in `_OTHERS`.
+
+    Args:
+        package: folder of it.
+    """
+    members = _private_members(package, _OTHERS[package.name])
+    imports = partial(_imports_from, package.name)
+
+    def names_in(tree: ast.AST) -> Iterator[str]:
+        yield from _private_paths(tree, package)
+        # Lightning's classes are met where it is imported; torch's are everywhere.
+        if package.name == "torch" or any(map(imports, ast.walk(tree))):
+            yield from (members[name] for name in _private_in(tree, of_self=False) if name in members)
+
+    return _used(names_in)
+
+
+def _used(names_in: Callable[[ast.AST], Iterator[str]]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    members = _private_members(transformers)
     for file in sorted(path for package in _LIBRARY for path in (REPOSITORY / package).rglob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        names = set(_of_modules(tree, transformers))
-        names |= {members[name] for name in _private_in(tree) if name in members}
-        for name in names:
+        for name in set(names_in(_parsed(file))):
             found.setdefault(name, set()).add(str(file.relative_to(REPOSITORY)))
     return found
 
@@ -85,26 +118,38 @@ def state_of(name: str, transformers: Path) -> dict[str, str] | None:
     return _described(nodes[0]) if nodes else None
 
 
-def version_of(transformers: Path) -> str:
-    """Version of the package in a folder."""
-    return re.search(r'^__version__ = "(.+?)"', (transformers / "__init__.py").read_text(encoding="utf-8"), re.M)[1]
+def version_of(package: Path) -> str:
+    """Version of a package, without the name of its build."""
+    files = (package / name for name in ("version.py", "version.info", "__init__.py"))
+    text = next(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    return re.search(r"""^(?:__version__ = ["'])?(\d[\w.]*)""", text, re.M)[1]
 
 
 def read_list() -> dict[str, Any]:
-    """The list: "releases", oldest first, and "names": dotted name -> states, each with the "release" that began it."""
+    """Package -> "releases", oldest first, and "names": dotted name -> states, each with its first "release"."""
     return json.loads(LIST.read_text(encoding="utf-8"))
 
 
-def make_list(folders: list[Path], newest: Path) -> dict[str, Any]:
+def make_list(folders: list[Path]) -> dict[str, Any]:
     """The list of what the library uses, with a state for each of the releases that changed it.
 
     Args:
-        folders: with `transformers` packages, in any order.
-        newest: package from which the names are read.
+        folders: with packages, in any order.
     """
-    packages = sorted((folder / "transformers" for folder in folders), key=lambda each: _ordered(version_of(each)))
+    return {name: _list_of(name, folders) for name in ("transformers", *_OTHERS)}
+
+
+def names_of(package: Path) -> dict[str, set[str]]:
+    """Dotted name -> files of the library that use it."""
+    return used_names(package) if package.name == "transformers" else used_private_names(package)
+
+
+def _list_of(package_name: str, folders: list[Path]) -> dict[str, Any]:
+    found = (folder / package_name for folder in folders if (folder / package_name).is_dir())
+    by_version = {version_of(package): package for package in found}
+    packages = [by_version[version] for version in sorted(by_version, key=_ordered)]
     names: dict[str, list[dict[str, str | None]]] = {}
-    for name in sorted(used_names(newest)):
+    for name in sorted(names_of(packages[-1])):
         states = names[name] = []
         for package in packages:
             state = state_of(name, package) or {"text": None, "digest": None}
@@ -143,29 +188,66 @@ def _of_modules(tree: ast.AST, transformers: Path) -> Iterator[str]:
                 yield f"{local[owner.id]}.{name.value}"
 
 
-def _private_in(tree: ast.AST) -> set[str]:
-    """Private names that are read, written, defined by a class, or given as strings; not those of `self` alone."""
+def _private_in(tree: ast.AST, of_self: bool = True) -> set[str]:
+    """Private names that are read, written, defined by a class, or given as strings.
+
+    Args:
+        of_self: whether those count that are read from or written to `self`, which may be the library's own.
+    """
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            is_of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            found |= {node.attr} if of_self or not is_of_self else set()
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
         elif isinstance(node, ast.ClassDef):
             found |= {name for child in node.body for name in _targets(child)}
-    return {name for name in found if _PRIVATE.fullmatch(name)} - _TORCH - _OWN
+    return {name for name in found if _PRIVATE.fullmatch(name)} - _OWN
+
+
+def _imports_from(package: str, node: ast.AST) -> bool:
+    """Whether a node is an import of the package or of what is in it."""
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    return any(name.partition(".")[0] == package for name in names)
+
+
+def _private_paths(tree: ast.AST, package: Path) -> Iterator[str]:
+    """Modules, and members of modules, whose dotted name has a private part."""
+    local: dict[str, str] = {}
+    for node in filter(partial(_imports_from, package.name), ast.walk(tree)):
+        for alias in node.names:
+            name = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+            short = name if isinstance(node, ast.ImportFrom) or alias.asname else name.partition(".")[0]
+            if name.partition(".")[0] == package.name:
+                local[alias.asname or short.rpartition(".")[2]] = short
+
+    def dotted(node: ast.AST) -> str | None:
+        if isinstance(node, ast.Attribute):
+            owner = dotted(node.value)
+            return owner and f"{owner}.{node.attr}"
+        return local.get(node.id) if isinstance(node, ast.Name) else None
+
+    for path in {*local.values(), *filter(None, map(dotted, ast.walk(tree)))} - {package.name}:
+        module, member = _split(path, package)
+        if module is None and package.name == "torch":  # operators, which no file of Python defines
+            module, member = "_C._VariableFunctions", path.split(".")[1]
+        name = f"{module}.{member.partition('.')[0]}".strip(".")
+        if module is not None and any(map(_PRIVATE.fullmatch, name.removeprefix("_C._VariableFunctions.").split("."))):
+            yield f"{package.name}.{name}"
 
 
 @cache
-def _private_members(transformers: Path) -> dict[str, str]:
-    """Private name -> dotted name of the member of a class in `_OWNERS`, or of what its functions add to objects."""
+def _private_members(package: Path, owners: tuple[str, ...]) -> dict[str, str]:
+    """Private name -> dotted name of the member of a class in these modules, or of what functions add to objects."""
     found: dict[str, str] = {}
-    modules = {module: _parsed(transformers / f"{module.replace('.', '/')}.py") for module in _OWNERS}
+    modules = {module: _parsed(_file_of(module, package)) for module in owners}
     classes = [(f"{module}.{node.name}", node) for module, tree in modules.items() for node in _classes(tree)]
     for owner, node in (*classes, *modules.items()):
         for name in (name for child in _definitions(node) for name in _targets(child)):
             if _PRIVATE.fullmatch(name) and (isinstance(node, ast.ClassDef) or name in _set_in(node)):
-                found.setdefault(name, f"transformers.{owner}.{name}")
+                found.setdefault(name, f"{package.name}.{owner}.{name}")
     return found
 
 
@@ -194,7 +276,7 @@ def _split(name: str, transformers: Path) -> tuple[str | None, str]:
 
 def _file_of(module: str, transformers: Path) -> Path | None:
     path = transformers.joinpath(*module.split("."))
-    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    candidates = (path.with_suffix(".py"), path / "__init__.py", path.with_suffix(".pyi"), path / "__init__.pyi")
     return next((each for each in candidates if each.is_file()), None)
 
 
@@ -253,5 +335,4 @@ def _described(node: ast.AST) -> dict[str, str]:
 
 if __name__ == "__main__":
     given = [Path(folder) for folder in sys.argv[1:]]
-    last = max((folder / "transformers" for folder in given), key=lambda each: _ordered(version_of(each)))
-    LIST.write_text(json.dumps(make_list(given, last), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    LIST.write_text(json.dumps(make_list(given), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -61,7 +61,7 @@ def test_the_readme_names_the_versions_that_the_suite_is_run_with() -> None:
     assert {name: tested[name][0] for name in ("torch", "transformers")} == {
         name: pinned[name] for name in ("torch", "transformers")
     }
-    assert tested["transformers"][1] == read_list()["releases"][-1]
+    assert tested["transformers"][1] == read_list()["transformers"]["releases"][-1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
