@@ -354,6 +354,8 @@ def differences(before: Table, after: Table) -> list[str]:
                 change = () if old is not None else ("+ not in the table",)
             else:
                 gone, new = [row for row in old if row not in rows], [row for row in rows if row not in old]
+                if len(gone) > 1 and new and new[0].startswith(("refused: ", "crashed: ")):
+                    gone = [f"all {len(old)} rows"]  # one reason stands for them
                 change = (*(f"- {row}" for row in gone), *(f"+ {row}" for row in new)) or ("the order of rows",)
             if change:
                 found.setdefault(change, {}).setdefault(name, []).append(layout)

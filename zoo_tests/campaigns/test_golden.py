@@ -54,6 +54,8 @@ def test_changes_are_told_once_with_all_that_have_them() -> None:
     told = ["- x: cut", "+ x: whole", "    a/A tp2; b/B tp2", "the order of rows", "    c/C tp2"]
     assert golden.differences(old, new) == told
     assert golden.differences(old, old) == []
+    refused = {"a/A": {"tp2": ["refused: no"]}}
+    assert golden.differences(old, refused) == ["- all 2 rows", "+ refused: no", "    a/A tp2"]
     assert golden.differences({}, {"d/D": {"tp2": []}}) == ["+ not in the table", "    d/D tp2"]
 
 

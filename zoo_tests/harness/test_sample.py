@@ -41,6 +41,8 @@ def test_the_case_outside_of_a_share_is_the_shortest() -> None:
     few = [[name for name in sample if "test_few" in name] for sample in samples]
     assert few.count(["a.py::test_few[1]"]) == SHARES - 2, few
     assert ["a.py::test_few[0]"] in few and ["a.py::test_few[2]"] in few
+    long = {"b.py::test_one[0]": 30.0}
+    assert sum("b.py::test_one[0]" in sampled(_SLOW, _OTHERS, seed, long) for seed in range(SHARES)) == 1
 
 
 def test_the_seed_counts_commits(tmp_path: Path) -> None:
