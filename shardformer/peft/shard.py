@@ -8,12 +8,13 @@ communication between the two has only as many features as the adapter's rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -27,7 +28,6 @@ from shardformer.layers import (
 from shardformer.layers.linear import is_transposed
 from shardformer.layers.quantised_linear import QuantisedColumnLinear, QuantisedRowLinear
 from shardformer.peft.kinds import IA3_LINEAR, LORA_LINEAR, is_a, is_exactly, name_of
-from shardformer.peft.tokens import look_up_trained_rows
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_parameter, spec_of
 
@@ -218,3 +218,36 @@ def _draw_apart(dropouts: nn.ModuleDict, name: str, group: ProcessGroup) -> None
     """Let each rank draw its own dropout mask, because ranks hold different features or tokens."""
     if isinstance(dropouts[name], nn.Dropout):
         dropouts[name] = ParallelDropout.from_native_module(dropouts[name], group).train(dropouts[name].training)
+
+
+# ----- rows of an embedding that peft trains by themselves (trainable_token_indices) -----
+# peft puts the trained rows into a copy of the weight and looks tokens up there. A rank that has a part of the weight
+# looks them up over all ranks first, and then puts the trained rows into the output.
+
+
+def look_up_trained_rows(adapter: nn.Module) -> None:
+    """Let a `TrainableTokensLayer`, whose base layer is a sharded embedding, replace rows of the output."""
+    adapter.forward_adapters = partial(_with_trained_rows, adapter)
+    adapter.get_merged_weights = partial(_local_rows, adapter)
+
+
+def _with_trained_rows(adapter: nn.Module, ids: Tensor, active: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+    """Look up [batch, seq] -> [batch, seq, hidden]."""
+    out = adapter.base_layer(ids, *args, **kwargs)
+    if adapter.disable_adapters or not active:
+        return out
+    adapter._check_overlapping_tokens(active)
+    for name in active:
+        tokens = adapter.token_indices[name]
+        is_token = ids.unsqueeze(-1) == torch.tensor(tokens, device=ids.device)  # [batch, seq, trained rows]
+        # The padding row gets no gradient, as natively.
+        padding = adapter.base_layer.padding_idx
+        row = tokens.index(padding) if padding in tokens else None
+        rows = F.embedding(is_token.int().argmax(-1), adapter.trainable_tokens_delta[name].to(out.dtype), row)
+        out = torch.where(is_token.any(-1, keepdim=True), rows, out)
+    return out
+
+
+def _local_rows(adapter: nn.Module, active: Sequence[str]) -> Tensor:
+    """Return this rank's rows, of which models read only the dtype and the device."""
+    return adapter.base_layer.weight
