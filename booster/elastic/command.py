@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
+import importlib.util
 import os
 import platform
 import secrets
@@ -11,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
@@ -22,8 +24,9 @@ from booster.elastic.leader import Limits
 from booster.elastic.local_ranks import LocalRanks
 from booster.elastic.machine_memory import MachineMemory
 from booster.elastic.rendezvous import SECRET_VARIABLE, Endpoint, Rendezvous
-from booster.elastic.script_imports import imports_of
 from booster.errors import ConfigurationError
+
+_OURS = ("booster", "plugins", "shardformer")
 
 _REJOIN_S = 30.0
 _MAX_RESTARTS = 10
@@ -240,3 +243,36 @@ def _free_port() -> int:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+# ----- which installed packages a script imports, found without running it -----
+
+
+def imports_of(script: Path) -> list[str]:
+    """Return what a script imports from installed packages and from this one, as `module` or `module:name`.
+
+    Modules next to the script are left out: importing them may do what is meant for each rank.
+    """
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return []  # running it will say what is wrong
+    return [name for name in _imports(tree) if _is_installed(name.partition(":")[0].partition(".")[0])]
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}:{each.name}" for each in node.names if each.name != "*")
+
+
+def _is_installed(package: str) -> bool:
+    if package in _OURS:
+        return True
+    try:
+        found = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    return found is not None and "site-packages" in (found.origin or "")
