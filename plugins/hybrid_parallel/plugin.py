@@ -52,7 +52,7 @@ _EXTENSIONS = "plugins.hybrid_parallel"  # entry points
 
 
 class HybridParallelPlugin(Plugin):
-    """Trains with tensor, sequence, pipeline and data parallelism, ZeRO-1 and mixed precision.
+    """Trains with tensor, sequence, pipeline and data parallelism, ZeRO and mixed precision.
 
     Example:
         ```python
