@@ -2,8 +2,7 @@
 
 `long_tests.txt` has the functions that `make test-fast` leaves out although they are not marked slow: a mark is an
 opinion of the test's author about what it proves; the seconds of a test are a fact about a machine. `slow_cases.txt`
-has the seconds of long cases of those that are marked, among which `--sample` chooses. A test that a list does not have
-takes no time.
+has long cases of those that are marked, with their seconds: `--sample` runs these less often.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def long_tests() -> frozenset[str]:
 
 
 def slow_cases() -> dict[str, float]:
-    """Seconds of the slow cases that the list has."""
+    """Long cases of tests that are marked -> seconds."""
     lines = SLOW_PAGE.read_text(encoding="utf-8").splitlines()
     return {name: float(took) for took, name in (line.split(" ", 1) for line in lines)}
 

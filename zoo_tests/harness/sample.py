@@ -1,6 +1,6 @@
 """Which of the slow tests `--sample` runs: another sixteenth of them at each commit, and one of each function.
 
-Functions whose shortest case is long wait for the commit that has them in its sixteenth: a run of CI has 15 minutes.
+Functions that only have long cases wait for the commit that has them in its sixteenth: a run of CI has 15 minutes.
 The seed is the number of commits up to this one, so that any sixteen consecutive commits run all tests. The header of a
 run says it, and `--sample-seed` repeats the sample.
 """
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import subprocess
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from zoo_tests.harness.long_tests import function_of
 
 SHARES = 16
-_MOST_S = 10.0  # of a case that runs although its share is another one
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -37,15 +36,15 @@ def _git(repository: Path, *words: str) -> str:
     return done.stdout
 
 
-def sampled(slow: Iterable[str], others: Collection[str], seed: int, seconds: Mapping[str, float]) -> set[str]:
+def sampled(slow: Iterable[str], others: Collection[str], seed: int, long: Collection[str]) -> set[str]:
     """The slow tests that run.
 
     Args:
         slow: their names, in the order of the suite.
         others: names of the tests that are not slow, all of which run.
         seed: number of the sample; the same again after `SHARES`.
-        seconds: what a test takes, of those that take long. Where the share has no case of a function, it is the
-            shortest that runs, if it is not long.
+        long: those of the slow that take long. Where the share has no case of a function, the first that is not one of
+            them runs.
     """
     cases: dict[str, list[str]] = {}
     for name in slow:
@@ -56,7 +55,6 @@ def sampled(slow: Iterable[str], others: Collection[str], seed: int, seconds: Ma
         first = zlib.crc32(function.encode())  # functions with few cases are not all in the first shares
         share = [name for place, name in enumerate(names, start=first) if (place - seed) % SHARES == 0]
         if not share and function not in has_others:
-            shortest = min(names, key=lambda name: seconds.get(name, 0.0))
-            share = [shortest] if seconds.get(shortest, 0.0) < _MOST_S else []
+            share = [name for name in names if name not in long][:1]
         chosen.update(share)
     return chosen
