@@ -2,7 +2,7 @@
 
     python -m zoo_tests.campaigns.golden --check [--only PATTERN] [--jobs 2]
     python -m zoo_tests.campaigns.golden --show '^llama/LlamaForCausalLM$' [--layouts tp2,pp2]
-    python -m zoo_tests.campaigns.golden --write
+    python -m zoo_tests.campaigns.golden --write [--only PATTERN]
 
 `golden.json` has, for the tiny model of every class of the census that can be built, what sharding changed: classes of
 modules, their attributes and those of configurations, placeholders of other stages, the cut of each parameter, and
@@ -380,33 +380,34 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", action="store_true", help="compare with the file; exit status 1 if a row differs")
     what.add_argument("--show", action="store_true", help="print the rows of classes as they are now")
-    what.add_argument("--write", action="store_true", help="write the file, of all classes and layouts")
+    what.add_argument("--write", action="store_true", help="write the file, or with --only what it has of some classes")
     parser.add_argument("--only", default="", help="regular expression on Family/Class")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="of those to show or to compare")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     arguments = parser.parse_args()
-    layouts = arguments.layouts.split(",")
+    layouts = [*LAYOUTS] if arguments.write else arguments.layouts.split(",")
     heads = [head for head in head_classes() if re.search(arguments.only, f"{head.family}/{head.name}")]
-    if arguments.write:
-        if arguments.only or layouts != [*LAYOUTS]:
-            parser.error("--write writes all classes and layouts")
-        table, left_out = make_table(heads, layouts, arguments.jobs)
-        write_table(table)
-        lines = [f"left out: {name}: {why}" for name, why in left_out.items()]
-    elif arguments.show:
-        table, left_out = make_table(heads, layouts, arguments.jobs)
-        lines = [f"left out: {name}: {why}" for name, why in left_out.items()]
-        for name, found in table.items():
-            lines += [
-                line for layout, rows in found.items() for line in (f"{name} {layout}", *map("    {}".format, rows))
-            ]
-    else:
-        release, _ = stored()
-        if release != transformers.__version__:
-            parser.error(f"the table has the classes of transformers {release}, not of {transformers.__version__}")
+    release, before = ("", {}) if arguments.write and not arguments.only else stored()
+    if release not in ("", transformers.__version__) and not arguments.show:
+        parser.error(f"the table has the classes of transformers {release}, not of {transformers.__version__}")
+    if arguments.check:
         lines = check(heads, layouts, arguments.jobs)
+    else:
+        table, left_out = make_table(heads, layouts, arguments.jobs)
+        lines = [f"left out: {name}: {why}" for name, why in left_out.items()]
+        if arguments.write:
+            names = [f"{head.family}/{head.name}" for head in head_classes()]
+            write_table({name: (before | table)[name] for name in names if name in before or name in table})
+        else:
+            lines += _shown(table)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.exit(int(arguments.check and bool(lines)))
+
+
+def _shown(table: Table) -> Iterator[str]:
+    for name, layouts in table.items():
+        for layout, rows in layouts.items():
+            yield from (f"{name} {layout}", *(f"    {row}" for row in rows))
 
 
 if __name__ == "__main__":
