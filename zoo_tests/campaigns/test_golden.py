@@ -22,7 +22,7 @@ from zoo_tests.campaigns import golden
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.harness.sample import seed_of_commit
 
-_SHARES = 128  # of the classes, so that a share takes seconds
+_SHARES = 96  # of the classes, so that a share takes seconds
 
 
 @pytest.mark.slow
