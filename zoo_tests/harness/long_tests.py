@@ -16,7 +16,7 @@ import pytest
 PAGE = Path(__file__).parents[1] / "long_tests.txt"
 SLOW_PAGE = PAGE.with_name("slow_cases.txt")
 _LONG_S = 0.7  # seconds of a test function, in the mean of its parameters
-_SLOW_S = 5.0  # seconds of a case that is marked slow
+_SLOW_S = 10.0  # seconds of a case that is marked slow
 
 
 class LongTests:
