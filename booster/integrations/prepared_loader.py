@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from typing import Any
 
 from accelerate.data_loader import SeedableRandomSampler
@@ -10,6 +11,17 @@ from accelerate.state import GradientState
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from booster.errors import ConfigurationError
+
+
+def skipping(rebuild: Callable[..., Any]) -> Callable[..., Any]:
+    """Return accelerate's `skip_first_batches`, which rebuilds a loader from its parts, for boosted loaders as well."""
+
+    @wraps(rebuild)
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        skip = dataloader.skip if isinstance(dataloader, PreparedLoader) else partial(rebuild, dataloader)
+        return skip(num_batches)
+
+    return skip_first_batches
 
 
 class PreparedLoader:
@@ -43,6 +55,7 @@ class PreparedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        self.loader.set_epoch(self.loader.epoch)  # as accelerate's loaders do
         # After `set_epoch`, which starts an epoch from its beginning.
         if self._to_skip:
             self.loader.skip_batches, self._to_skip = self._to_skip, 0

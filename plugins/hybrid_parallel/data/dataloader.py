@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -249,6 +249,14 @@ class ShardedDataLoader(DataLoaderShard):
         self.load_order(self._last.order)
         self._order_objects.load(self._last.order)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copies and pickles.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("a boosted loader cannot be copied or pickled; boost a copy of the DataLoader itself")
+
     def _generators(self) -> dict[str, torch.Generator]:
         """Return the generators of the user's loader and its sampler, if there are any."""
         found = {"loader": self.draws_from, "sampler": getattr(self._order_objects.sampler, "generator", None)}
@@ -280,7 +288,7 @@ class _Batches:
         self._stream = LoadingStream.derived(loader._base_seed, "samples", place.epoch, loader.rank)
         with self._stream.active():
             self._loaded = iter(loader.base_dataloader)
-            loader.collate.begin()
+            loader.collate.begin(id(self))
         self._empty = getattr(loader.batch_sampler, "empty_batches", ())
         loader.note_batch(self)
 
@@ -295,6 +303,7 @@ class _Batches:
             number, self._number = self._number, self._number + 1
             try:
                 with self.loader.order.leading(), self._stream.active():
+                    self.loader.collate.begin(id(self))
                     batch = next(self._loaded)
             except StopIteration:
                 self.place.has_ended, self.place.order = True, None

@@ -42,12 +42,13 @@ class ReplicaCollate:
         self._numbers: dict[int, ReplicaNumbers] = {}
         self._num_batches, self._has_begun, self._has_warned = 0, False, False
         self._left: dict[str, Any] | None = None  # states after the previous batch
+        self._iteration = 0
 
-    def begin(self) -> None:
-        """Record the random states at the start of an epoch; call it within the stream of the samples."""
+    def begin(self, iteration: int) -> None:
+        """Record the random states where another iteration begins or goes on, within the stream of its samples."""
         self._has_begun = True
-        if self._num_batches < _FIRST_BATCHES:
-            self._left = self._states()
+        if self._num_batches < _FIRST_BATCHES and iteration != self._iteration:
+            self._iteration, self._left = iteration, self._states()
 
     def __call__(self, samples: list[Any]) -> Any:
         """Collate samples with this replica's random numbers; warn if the first batches draw the job's own numbers."""

@@ -39,6 +39,11 @@ class DataParallelBatchSampler(BatchSampler):
         self.empty_batches: set[int] = set()
         self._begun: Iterator[list[int]] | None = None
 
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the user's batch sampler, if it has one."""
+        if hasattr(self.batch_sampler, "set_epoch"):
+            self.batch_sampler.set_epoch(epoch)
+
     def begin(self) -> None:
         """Start the next epoch of the user's sampler now, instead of with its first batch."""
         with self._drawing():
@@ -116,6 +121,11 @@ class DataParallelIterable(IterableDataset):
         self.rank, self.world_size, self.stream = rank, world_size, stream
         self.base_seed = 0
         self._workers_stream: LoadingStream | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the user's dataset, if it has one."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         group: list[Any] = []

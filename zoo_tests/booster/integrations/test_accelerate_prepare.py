@@ -289,8 +289,13 @@ def test_a_seedable_sampler_orders_as_in_plain_accelerate() -> None:
 
 
 class _Stream(IterableDataset):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
     def __iter__(self) -> Any:
-        return iter([{"x": number} for number in range(7)])
+        return iter([{"x": number + 10 * self.epoch} for number in range(7)])
 
 
 @distributed(2)
@@ -298,11 +303,12 @@ def test_a_dataset_without_length_has_a_last_batch() -> None:
     with fresh_accelerate():
         accelerator = _accelerator(gradient_accumulation_steps=3)
         batches = accelerator.prepare(DataLoader(_Stream(), batch_size=2))
-        last, seen = [], []
-        for batch in batches:
-            last.append(accelerator.gradient_state.end_of_dataloader)
-            seen += accelerator.gather_for_metrics(batch["x"]).tolist()
-        assert last == [False, True] and seen == list(range(7))
+        for epoch in range(2):  # which accelerate's loaders tell the dataset
+            last, seen = [], []
+            for batch in batches:
+                last.append(accelerator.gradient_state.end_of_dataloader)
+                seen += accelerator.gather_for_metrics(batch["x"]).tolist()
+            assert last == [False, True] and seen == list(range(10 * epoch, 10 * epoch + 7))
 
 
 @distributed(2)

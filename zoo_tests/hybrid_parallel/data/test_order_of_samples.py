@@ -5,6 +5,7 @@ Each kind of loader is iterated as scripts do: whole epochs, one that is left ea
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -217,15 +218,63 @@ def test_the_default_generator_goes_on_as_after_a_plain_loop(kind: str) -> None:
     assert torch.equal(*drawn)
 
 
+class _Epochs:
+    """The part of a sampler, batch sampler or dataset that is told the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class _SamplerOfEpochs(_Epochs, _Shuffled):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch, _SAMPLES))
+
+
+class _BatchesOfEpochs(_Epochs, BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[self.epoch, 0], [self.epoch, 1]])
+
+
+class _StreamOfEpochs(_Epochs, IterableDataset):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        return ((torch.tensor(self.epoch),) for _ in range(4))
+
+
+class _DataOfEpochs(_Epochs, TensorDataset):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (self.tensors[0][index] + 100 * self.epoch,)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": _SamplerOfEpochs(), "batch_size": 2},
+        {"batch_sampler": _BatchesOfEpochs(range(_SAMPLES), 2, False)},
+        {"dataset": _StreamOfEpochs(), "batch_size": 2},
+        {"dataset": _DataOfEpochs(torch.arange(_SAMPLES)), "batch_size": 2},
+    ],
+    ids=["sampler", "batch sampler", "iterable", "dataset"],
+)
+def test_an_epoch_that_is_set_reaches_the_users_object(options: dict[str, Any]) -> None:
+    loader = shard_dataloader(DataLoader(**{"dataset": _DATA} | options), 0, 1, torch.device("cpu"), OrderStream())
+    before = _values(loader)
+    loader.set_epoch(3)
+    assert 3 not in before[0] and _values(loader)[0][0] in (3, 300)
+
+
 @pytest.mark.parametrize("kind", ["in order", "shuffle", "sampler with a state", "iterable", "shuffle by workers"])
-def test_each_iteration_has_its_own_position(kind: str) -> None:
+def test_each_iteration_has_its_own_position(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     _seed_all()
     plain = _KINDS[kind](_BATCH)
     expected = [[batch[0].tolist() for batch in pair] for pair in zip(plain, plain, strict=True)]
     _seed_all()
     loader = shard_dataloader(_KINDS[kind](_BATCH), 0, 1, torch.device("cpu"), OrderStream())
     assert [[batch[0].tolist() for batch in pair] for pair in zip(loader, loader, strict=True)] == expected
-    assert (loader.epoch, loader.position) == (1, 0)
+    assert (loader.epoch, loader.position) == (1, 0) and "draws random numbers" not in caplog.text
+    with pytest.raises(ConfigurationError, match="cannot be copied or pickled"):
+        copy.deepcopy(loader)
 
 
 @pytest.mark.parametrize(
