@@ -35,6 +35,8 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MACHINE_NUMBERS = ("GROUP_RANK", "NODE_RANK")  # torchrun's, and Ray's
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # set by torchrun
 _DEBUG = "BOOSTER_DEBUG"
+_START = Path(__file__).resolve().parents[1] / "hybrid_booster" / "site"
+_LAYOUT, _TAKEOVER = "BOOSTER_LAYOUT", "booster.takeover"  # which reads it, if it was started
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 PROFILE_STEPS, PROFILE_FOLDER = "BOOSTER_PROFILE_STEPS", "BOOSTER_PROFILE_FOLDER"  # set by `booster run --profile`
 _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -75,9 +77,15 @@ def launch_from_torch(
             lost; 0 for never. Ranks on the same machine are monitored as processes.
 
     Raises:
-        ConfigurationError: the environment variables of torchrun or SLURM are incomplete or invalid.
+        ConfigurationError: the environment variables of torchrun or SLURM are incomplete or invalid, or one gives a
+            layout that nothing reads.
     """
     failure.report_uncaught()
+    if _LAYOUT in os.environ and _TAKEOVER not in sys.modules:
+        raise ConfigurationError(
+            f"{_LAYOUT}={os.environ[_LAYOUT]} has no effect: this Python has read no hybrid_booster.pth, which an "
+            f"installed package has; use `booster run --layout`, or put {_START} on PYTHONPATH"
+        )
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             os.environ.update(variables_of_task(os.environ))

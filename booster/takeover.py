@@ -31,7 +31,7 @@ _CLASSES = {
     "pytorch_lightning.trainer.trainer": "Trainer",
     "lightning_fabric.fabric": "Fabric",
 }
-_STEPS = "torch.optim.optimizer"
+_STEPS, _LOADERS = "torch.optim.optimizer", "accelerate.data_loader"
 
 
 def install() -> None:
@@ -65,7 +65,7 @@ class Takeover(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec that other finders have for a module that is taken over; None for others."""
-        if fullname not in _CLASSES and fullname != _STEPS:
+        if fullname not in (*_CLASSES, _STEPS, _LOADERS):
             return None
         finders = (each for each in sys.meta_path if each is not self and hasattr(each, "find_spec"))
         spec = next(filter(None, (each.find_spec(fullname, path, target) for each in finders)), None)
@@ -83,6 +83,9 @@ class Takeover(MetaPathFinder):
         name = module.__name__
         if name == _STEPS:
             module.register_optimizer_step_pre_hook(self._check_step)
+            return
+        if name == _LOADERS:
+            self._skip_batches(module)
             return
         known = self._classes[name] = getattr(module, _CLASSES[name])
         if "RANK" in os.environ:  # and not in a launcher, which may import the same
@@ -197,6 +200,18 @@ class Takeover(MetaPathFinder):
 
         self._refuse_own(given, Accelerator)
         return _named_as(given, (TakenOver,) if given is native else (given, TakenOver))
+
+    def _skip_batches(self, module: ModuleType) -> None:
+        """Have accelerate's `skip_first_batches` know boosted loaders."""
+        rebuild = module.skip_first_batches
+
+        @wraps(rebuild)
+        def skip_first_batches(*args: Any, **options: Any) -> Any:
+            from booster.integrations.prepared_loader import skipping
+
+            return skipping(rebuild)(*args, **options)
+
+        module.skip_first_batches = skip_first_batches
 
     def _give_strategy(self, given: type) -> None:
         """Have Lightning's Trainer or Fabric made with our strategy."""

@@ -26,6 +26,8 @@ _COMMUNICATION = re.compile(
 )
 # What the kernel says of a connection whose other end has not answered for long.
 _UNANSWERED = re.compile(r"connection timed out|no route to host|network is unreachable", re.IGNORECASE)
+# A plugin in the words of a message, whose options the user of a command line gives otherwise.
+_PLUGIN = re.compile(r"(plugin=)?HybridParallelPlugin\(([^()]*)\)")
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 
@@ -52,14 +54,16 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, operation: str, rank: int) -> Failure:
         """Create a failure from an exception, with its message in one line."""
-        message = " ".join(str(error).split())[:_MAX_MESSAGE]
+        message = " ".join(str(error).split())
         interrupted = isinstance(error, KeyboardInterrupt)
         is_of_command_line = isinstance(error, ConfigurationError) and os.environ.get(LAYOUT_VARIABLE)
+        if is_of_command_line:
+            message = _PLUGIN.sub(_as_layout, message)
         return cls(
             rank=rank,
             operation=operation,
             kind=type(error).__name__,
-            message="interrupted" if interrupted else message,
+            message="interrupted" if interrupted else message[:_MAX_MESSAGE],
             is_users=interrupted or isinstance(error, ConfigurationError),
             exit_code=INTERRUPTED if interrupted else 2 if is_of_command_line else 1,
         )
@@ -79,6 +83,10 @@ class Failure:
             return f"error: rank {self.rank} {self.message}"
         place = f" in {self.operation}" if self.operation else ""
         return f"error on rank {self.rank}{place}: {self.kind}: {self.message}"
+
+
+def _as_layout(plugin: re.Match[str]) -> str:
+    return " ".join(["--layout", re.sub("[ '\"]", "", plugin[2])]).rstrip()
 
 
 def is_about_communication(error: BaseException) -> bool:

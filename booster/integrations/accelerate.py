@@ -34,7 +34,7 @@ from booster.integrations.accelerate_values import ReplicaValues
 from booster.integrations.environment import variables_of_this_rank
 from booster.integrations.fused_head import FusedHead
 from booster.integrations.prepared import PreparedOptimizer, ReplicaScheduler
-from booster.integrations.prepared_loader import PreparedLoader, rebuilt, seedable, split_by
+from booster.integrations.prepared_loader import PreparedLoader, rebuilt, seedable, skipping, split_by
 from booster.integrations.replicas import Replicas
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin, load_plugin
@@ -407,11 +407,7 @@ def __getattr__(name: str) -> Any:
     return getattr(accelerate, name)
 
 
-def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Return a loader whose next iteration begins after so many batches; see `Accelerator.skip_first_batches`."""
-    if isinstance(dataloader, PreparedLoader):
-        return dataloader.skip(num_batches)
-    return accelerate.skip_first_batches(dataloader, num_batches)
+skip_first_batches = skipping(accelerate.skip_first_batches)  # as `Accelerator.skip_first_batches`
 
 
 def _is_loader(each: Any) -> bool:

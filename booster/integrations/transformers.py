@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.integrations.meter_callback import MeterCallback
-from booster.integrations.prepared_loader import PreparedLoader
+from booster.integrations.prepared_loader import skipping
 from booster.integrations.trainer_accelerator import CountedReplicas, TrainerAccelerator
 from booster.integrations.trainer_arguments import (
     check_arguments,
@@ -186,11 +186,7 @@ def _boosted_loaders_skip() -> Iterator[None]:
     from transformers import trainer
 
     rebuild = trainer.skip_first_batches
-
-    def skip(loader: Any, num_batches: int = 0) -> Any:
-        return loader.skip(num_batches) if isinstance(loader, PreparedLoader) else rebuild(loader, num_batches)
-
-    trainer.skip_first_batches = skip
+    trainer.skip_first_batches = skipping(rebuild)
     try:
         yield
     finally:

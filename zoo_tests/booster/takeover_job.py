@@ -80,14 +80,14 @@ def with_sft():
 
 
 def with_accelerate():
-    from accelerate import Accelerator
+    from accelerate import Accelerator, skip_first_batches
 
     accelerator, losses = Accelerator(), []
     made = model()
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
     loader = DataLoader(rows(), batch_size=4, shuffle=True)
     made, optimizer, loader = accelerator.prepare(made, optimizer, loader)
-    for batch in loader:
+    for batch in (batch for skipped in (0, 2) for batch in skip_first_batches(loader, skipped)):
         loss = made(**batch).loss
         accelerator.backward(loss)
         optimizer.step()

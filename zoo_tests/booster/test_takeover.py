@@ -17,6 +17,7 @@ import torch
 
 from booster import ConfigurationError
 from booster.cli.run import main
+from booster.failure.failure_report import LAYOUT_VARIABLE, Failure
 from booster.takeover import VARIABLE, Takeover
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.config.json_layout import options_of_text
@@ -103,6 +104,22 @@ def test_objects_are_made_of_derived_classes() -> None:
     assert type(made[0]) is type(made[1]) and isinstance(made[2], Later) and not hasattr(Known, "is_boosted")
     with takeover._paused():
         assert type(Known(4)) is Known
+
+
+def test_messages_have_the_words_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ConfigurationError("leave it out, or use HybridParallelPlugin(tp_size=2, precision='bf16')")
+    assert Failure.of(error, "", 0).message == str(error)
+    monkeypatch.setenv(LAYOUT_VARIABLE, "1")
+    assert Failure.of(error, "", 0).line() == "error: leave it out, or use --layout tp_size=2,precision=bf16"
+
+
+def test_a_layout_that_no_start_has_read_is_refused(tmp_path: Path) -> None:
+    """Without the installed file, in a script that joins the job by itself."""
+    code = (
+        "import os; os.environ['BOOSTER_LAYOUT'] = 'tp=2'; from booster import launch_from_torch; launch_from_torch()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], env=environment_of_a_job(), capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.startswith("error: BOOSTER_LAYOUT=tp=2 has no effect"), ended.stderr
 
 
 def test_a_class_that_another_library_has_put_there_is_refused() -> None:
