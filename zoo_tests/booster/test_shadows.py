@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from booster.shadows import hidden_beside
+from zoo_tests.harness.ranks import under_load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _SCRIPT = """
@@ -52,7 +53,12 @@ def _run(directory: Path, *arguments: str, text: str | None = None) -> subproces
         (directory / "script.py").write_text(text)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=under_load(120),
     )
 
 

@@ -22,6 +22,7 @@ from booster.takeover import VARIABLE, Takeover
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.config.json_layout import options_of_text
 from zoo_tests.harness.environment import REPOSITORY, environment_of_a_job
+from zoo_tests.harness.ranks import under_load
 
 _JOB = Path(__file__).with_name("takeover_job.py")
 _START = REPOSITORY / "hybrid_booster" / "site"
@@ -32,7 +33,7 @@ def run(start: list[str], kind: str, folder: Path, **variables: str) -> subproce
     folder.mkdir(exist_ok=True)
     environment = environment_of_a_job(**variables)
     command = [sys.executable, *start, str(_JOB), kind, str(folder)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, cwd=folder)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=under_load(400), cwd=folder)
 
 
 def booster_run(layout: str, kind: str, folder: Path, ranks: int = 2) -> subprocess.CompletedProcess:

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from zoo_tests.harness.environment import REPOSITORY, environment_of_a_job
+from zoo_tests.harness.ranks import under_load
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -89,7 +90,7 @@ class Process:
 
     def wait_for(self, what: Callable[[], bool], limit_s: float) -> bool:
         """Whether something came true before the limit and the end of the process."""
-        until = time.monotonic() + limit_s
+        until = time.monotonic() + under_load(limit_s)
         while not what():
             if time.monotonic() > until or self.code is not None:
                 return what()
@@ -173,7 +174,7 @@ def problem() -> str | None:
             ["unshare", *_OF_A_MACHINE, "--fork", "--mount-proc", "bash", "-c", _PROBE],
             capture_output=True,
             text=True,
-            timeout=_START_S,
+            timeout=under_load(_START_S),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no machines can be made of namespaces here: {error}"

@@ -14,6 +14,7 @@ import pytest
 from zoo_tests.cluster.cluster import Cluster, Machine
 from zoo_tests.cluster.namespaces import problem
 from zoo_tests.harness.environment import environment_of_a_job
+from zoo_tests.harness.ranks import under_load
 
 pytestmark = pytest.mark.skipif(problem() is not None, reason=problem() or "")
 _PACKETS = 1000
@@ -76,7 +77,7 @@ def heard(source: Machine, target: Machine, then: Callable[[], None] = lambda: N
     source.run(*python(_SEND, target.address, str(_PACKETS), "100"))
     then()
     source.run(*python(_SEND, target.address, "1", "0"))
-    listener.wait(60)
+    listener.wait(under_load(60))
     return int(listener.out.split()[-1])
 
 
@@ -97,7 +98,7 @@ def test_a_rate_and_losses_of_a_link(cluster: Cluster) -> None:
     server = first.start(*python(_RECEIVE))
     assert server.wait_for(lambda: "ready" in server.out, 10)
     second.run(*python(_FILL, first.address))
-    server.wait(60)
+    server.wait(under_load(60))
     assert float(server.out.split()[-1]) > 0.4 * _BYTES / 1e6, "a second, less what is buffered, and starting"
     second.link.set(loss=0.2)
     assert 0.7 * _PACKETS < heard(first, second, then=second.link.set) < 0.9 * _PACKETS
@@ -124,8 +125,8 @@ def test_nothing_is_left_of_a_cluster(number: int) -> None:
     processes = [Path("/proc", pid) for pid in holder.stdout.readline().split()]
     assert len(processes) == 3 and all(process.exists() for process in processes)
     holder.send_signal(number)
-    holder.wait(60)
-    limit = time.monotonic() + 5
+    holder.wait(under_load(60))
+    limit = time.monotonic() + under_load(5)
     while any(process.exists() for process in processes):
         assert time.monotonic() < limit, "processes of the machines are left"
         time.sleep(0.05)

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from zoo_tests.harness.environment import environment_of_a_job
+from zoo_tests.harness.ranks import under_load
 
 JOB = Path(__file__).with_name("job.py")
 _POLL_S = 0.005
@@ -129,7 +130,7 @@ class ElasticJob:
 
     def wait(self, what: Callable[[], bool], name: str) -> None:
         """Wait for something; fail if the job has ended before, or it takes too long."""
-        until = time.monotonic() + self.limit_s
+        until = time.monotonic() + under_load(self.limit_s)
         while not what():
             over = all(agent.poll() is not None for agent in self.agents)
             assert not over, f"the job ended before {name}:\n{self.log()}"
@@ -152,7 +153,7 @@ class ElasticJob:
 
     def ended(self) -> int:
         """Wait for the end; return the exit code of the last agent that runs."""
-        until = time.monotonic() + self.limit_s
+        until = time.monotonic() + under_load(self.limit_s)
         codes = []
         for agent in self.agents:
             with contextlib.suppress(subprocess.TimeoutExpired):

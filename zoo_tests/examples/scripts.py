@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.harness.ranks import run_on_ranks, under_load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = REPOSITORY / "examples" / "bert"
@@ -58,5 +58,5 @@ def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=_TIMEOUT_S,
+        timeout=under_load(_TIMEOUT_S),
     )

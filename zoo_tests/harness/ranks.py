@@ -164,7 +164,9 @@ class RankPool:
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._ranks = LocalRanks(self.world_size, timeout_s=_GROUP_TIMEOUT_S, preload=(*_PRELOAD, *_PREPARED))
+        self._ranks = LocalRanks(
+            self.world_size, timeout_s=under_load(_GROUP_TIMEOUT_S), preload=(*_PRELOAD, *_PREPARED)
+        )
         self._ranks.submit(_prepare, self._directory.name, self.mutant, self.device)
         self._num_tasks = 0
 

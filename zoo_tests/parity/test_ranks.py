@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zoo_tests.harness.ranks import RankError, distributed, run_on_ranks
+from zoo_tests.harness.ranks import RankError, distributed, run_on_ranks, under_load
 
 
 @pytest.mark.parametrize("value", [1.0, 2.0])
@@ -45,7 +45,7 @@ def test_one_failing_rank_is_reported_soon_and_the_next_task_runs() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)failed ranks \[1\], unresponsive ranks \[0\].*wrong on rank 1 only"):
         run_on_ranks(2, _fail_on_rank_1)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < under_load(5)
     assert len(run_on_ranks(2, _process_and_random_number)) == 2
 
 

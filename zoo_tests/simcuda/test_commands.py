@@ -17,7 +17,7 @@ from transformers import AutoConfig, BertForSequenceClassification, LlamaConfig
 
 from zoo_tests.campaigns.faults.campaign import LAYOUTS, NAMED_WITHIN_S, Trial
 from zoo_tests.harness.environment import REPOSITORY, environment_of_a_job
-from zoo_tests.harness.ranks import DEVICE_VARIABLE
+from zoo_tests.harness.ranks import DEVICE_VARIABLE, under_load
 from zoo_tests.hybrid_parallel.compat.atorch import test_auto_accelerate as auto
 
 _LIMIT_S = 300
@@ -45,7 +45,7 @@ def booster(*arguments: str, module: str = "booster") -> str:
         env=environment_of_a_job(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=_LIMIT_S,
+        timeout=under_load(_LIMIT_S),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from zoo_tests.harness.environment import environment_of_a_job
+from zoo_tests.harness.ranks import under_load
 
 JOB = Path(__file__).with_name("job.py")
 _LIMIT_S = 240  # other tests have the processors
@@ -69,7 +70,7 @@ class Started:
             happened = self._happened()
             self._wait(lambda: not any(_runs(pid) for pid in self._ranks()))
             at = time.time()
-            self.process.wait(_LIMIT_S)
+            self.process.wait(under_load(_LIMIT_S))
         finally:
             self._end_all()
         out, err = self._read(self._out), self._read(self._err)
@@ -81,7 +82,7 @@ class Started:
         return self.ended()
 
     def _wait(self, what: Callable[[], bool]) -> None:
-        limit = time.monotonic() + _LIMIT_S
+        limit = time.monotonic() + under_load(_LIMIT_S)
         while not what():
             assert time.monotonic() < limit, f"the job hangs:\n{self._read(self._out)}\n{self._read(self._err)}"
             time.sleep(_POLL_S)

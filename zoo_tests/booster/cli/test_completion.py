@@ -15,6 +15,7 @@ import pytest
 
 from booster.cli import front
 from zoo_tests.booster.cli.test_commands import outcome
+from zoo_tests.harness.ranks import under_load
 
 _CASES = [
     (["booster", "pl"], {"plan"}),
@@ -71,7 +72,7 @@ def test_bash(
         pytest.skip("there is no bash on this machine")
     (tmp_path / "my_script.py").touch()
     command = ["bash", "--norc", "-c", _BASH, "bash", str(_script("bash", scripts, capsys)), *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=under_load(60))
     assert set(done.stdout.split()) == found, done.stderr
 
 
@@ -82,7 +83,7 @@ def test_zsh(scripts: Path, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("there is no zsh on this machine")
     command = ["zsh", "-f", "-c", _ZSH, "zsh", str(scripts)]
     environment = {**os.environ, "TERM": "xterm"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=under_load(60), env=environment)
     for word in ("verify", "--schedule", "zbv", "zero_bubble"):
         assert word in done.stdout, done.stdout + done.stderr
 

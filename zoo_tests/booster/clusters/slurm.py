@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from zoo_tests.harness.environment import environment_of_a_job
+from zoo_tests.harness.ranks import under_load
 
 # What the real ones do with signals and exit codes: pass them to all tasks, and end all when one has failed.
 _SRUN = """#!{python} -S
@@ -101,7 +102,7 @@ class Cluster:
                 start_new_session=True,
             )
             try:
-                until = time.monotonic() + 120
+                until = time.monotonic() + under_load(120)
                 while notice is not None and not notice.exists() and job.poll() is None and time.monotonic() < until:
                     time.sleep(0.05)
                 if notice is not None and job.poll() is None:

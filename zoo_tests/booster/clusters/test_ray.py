@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from zoo_tests.harness.environment import REPOSITORY, environment_of_a_job
+from zoo_tests.harness.ranks import under_load
 
 EXAMPLE = REPOSITORY / "examples" / "clusters" / "ray_train.py"
 DRIVER = Path(__file__).with_name("ray_driver.py")
@@ -52,7 +53,7 @@ def test_a_worker_is_killed_under_tensor_parallelism(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=_LIMIT_S,
+        timeout=under_load(_LIMIT_S),
     )
     assert done.returncode == 0, done.stderr[-5000:]
     assert (tmp_path / "killed").exists(), "no worker was killed"
@@ -67,7 +68,9 @@ def test_without_ray_the_example_says_so(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\")")
     environment = environment_of_a_job()
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
-    done = subprocess.run([sys.executable, str(EXAMPLE)], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)], env=environment, capture_output=True, text=True, timeout=under_load(120)
+    )
     assert done.returncode == 1
     assert done.stderr == (
         "error: No module named 'ray'; install or upgrade Ray Train with pip install --upgrade 'ray[train]'\n"

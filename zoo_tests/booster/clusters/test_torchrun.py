@@ -16,6 +16,7 @@ import pytest
 from zoo_tests.booster.cli.started import Ended, Started
 from zoo_tests.booster.clusters.job import STEPS, plain_losses
 from zoo_tests.harness.ports import free_port
+from zoo_tests.harness.ranks import under_load
 
 JOB = Path(__file__).with_name("job.py")
 LAUNCHERS = {"torchrun": (str(Path(sys.executable).with_name("torchrun")),), "booster run": ("-m", "booster", "run")}
@@ -90,7 +91,7 @@ def test_a_machine_that_comes_late(launcher: str, tmp_path: Path) -> None:
     # torchrun needs the variable for this, which `booster run` sets.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher == "torchrun" else {}
     first = agent(launcher, place, tmp_path, "--waits-after", "3", environment=environment)
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + under_load(60)
     while not (tmp_path / "waiting").exists():
         assert time.monotonic() < limit and first.process.poll() is None, first.killed().err
         time.sleep(0.1)

@@ -15,6 +15,7 @@ import pytest
 from zoo_tests.elastic import small_job
 from zoo_tests.elastic.driver import ElasticJob, free_port, wrong_steps
 from zoo_tests.harness.environment import environment_of_a_job
+from zoo_tests.harness.ranks import under_load
 
 _STEPS, _MANY = 80, 300
 _LIMIT_S = 240.0
@@ -83,7 +84,7 @@ def _further_agent(folder: Path, endpoint: str, *options: str, **environment: st
 
 def _said_to(agent: subprocess.Popen) -> str:
     """What an agent is told, which must end."""
-    _, said = agent.communicate(timeout=_LIMIT_S)
+    _, said = agent.communicate(timeout=under_load(_LIMIT_S))
     assert agent.returncode != 0
     return next(line for line in said.splitlines() if line.startswith("error"))
 

@@ -39,6 +39,7 @@ from booster.failure.peers import Address, Peer, StoppedPeers
 from booster.failure.stack_probe import Wait, acts_alone, wait_of, waits_for_ranks
 from booster.failure.store_client import StoreClient
 from booster.failure.wait_status import STATUS_VARIABLE, note_children
+from zoo_tests.harness.ranks import under_load
 
 STEP, PIPELINE = "optimizer.step", "booster.execute_pipeline"
 
@@ -221,7 +222,7 @@ def other() -> Iterator[Peer]:
 
 
 def wait_until(what: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + under_load(10)
     while not what() and time.monotonic() < until:
         time.sleep(0.01)
 
@@ -369,7 +370,7 @@ def test_duties_are_done_however_much_is_asked() -> None:
     link, looks = StoreClient(dist.HashStore(), 0), []
     link.periodic_tasks.append(looks.append)
     link.start()
-    until = time.monotonic() + 5
+    until = time.monotonic() + under_load(5)
     while time.monotonic() < until and len(looks) < 3:
         link.refresh()
     link.stop()

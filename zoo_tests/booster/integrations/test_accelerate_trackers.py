@@ -21,7 +21,7 @@ from torch.optim import SGD
 from booster.integrations.accelerate import Accelerator
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.accelerate_loop import LAYOUTS, bert, fresh_accelerate, loader
-from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.harness.ranks import run_on_ranks, under_load
 
 _ROWS, _PER_STEP, _PEAK = 10, 4, 1e9
 
@@ -151,7 +151,7 @@ def _track(folder: str) -> None:
 
 def _written_by_its_service(file: Path, part: bytes) -> bytes:
     """What W&B's process has written once it has come to this part; it goes on after the end of the run."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + under_load(60)
     while part not in (written := file.read_bytes()):
         assert time.monotonic() < until, written
         time.sleep(0.1)

@@ -21,7 +21,7 @@ from booster.integrations.transformers import boosted
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations import trainer_jobs
 from zoo_tests.booster.integrations.trainer_jobs import Job, Notes, check_same, difference, make_trainer, ranks_of
-from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.harness.ranks import run_on_ranks, under_load
 from zoo_tests.zoo import FAMILIES
 
 _SCORED = {"compute_metrics": "accuracy"}
@@ -267,7 +267,7 @@ def _train_without_trl(folder: str) -> None:
 def test_trainer_needs_no_trl(tmp_path: Path) -> None:
     # Not from the server that forks ranks, which has imported what other tests need.
     code = f"import {__name__} as tests; tests._train_without_trl({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=under_load(120))
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("trained\n")
 

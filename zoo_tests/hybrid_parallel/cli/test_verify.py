@@ -34,6 +34,7 @@ from plugins.hybrid_parallel.verify.verify import Verification, verify
 from shardformer.shard_spec import Part, ShardSpec
 from zoo_tests.booster.cli.test_commands import outcome
 from zoo_tests.harness.environment import environment_of_a_job
+from zoo_tests.harness.ranks import under_load
 from zoo_tests.hybrid_parallel.cli import verify_faults
 
 _LLAMA = {"hidden_size": 4096, "num_key_value_heads": 8}
@@ -84,7 +85,7 @@ def test_equal(
 def _with_fault(fault: Callable[[], None], config: Any, model_class: str, **layout: Any) -> Verification:
     options = {"tp_size": 1, "pp_size": 1, "dp_size": 1, **layout}
     with mock.patch.object(verify_module, "train_on_rank", partial(verify_faults.train_with, fault)):
-        return verify(config, getattr(transformers, model_class), options, timeout_s=60.0)
+        return verify(config, getattr(transformers, model_class), options, timeout_s=under_load(60))
 
 
 @pytest.mark.slow
@@ -308,16 +309,16 @@ def test_a_class_without_a_loss_trains_its_outputs(capsys: pytest.CaptureFixture
 @pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_given_up() -> None:
     with pytest.raises(ConfigurationError):  # the server that forks ranks has imported the libraries after that
-        run_on_local_ranks(verify_faults.a_rank_is_mistaken, 2, timeout_s=90.0)
+        run_on_local_ranks(verify_faults.a_rank_is_mistaken, 2, timeout_s=under_load(90))
     start = time.monotonic()
     with pytest.raises(RankFailure, match="ranks 0, 1 of 2 did not answer within 2 s"):
         run_on_local_ranks(verify_faults.a_rank_sleeps, 2, timeout_s=2.0)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < under_load(10)
 
 
 def test_a_mistake_on_a_rank_is_the_callers() -> None:
     with pytest.raises(ConfigurationError, match="planted mistake"):
-        run_on_local_ranks(verify_faults.a_rank_is_mistaken, 2, timeout_s=30.0)
+        run_on_local_ranks(verify_faults.a_rank_is_mistaken, 2, timeout_s=under_load(30))
 
 
 @pytest.mark.parametrize(
@@ -347,14 +348,14 @@ def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) ->
         pids = [int(file.name) for file in tmp_path.iterdir()]
         (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
         _wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-        said = process.communicate(timeout=20)[1].decode()
+        said = process.communicate(timeout=under_load(20))[1].decode()
         assert said.count("Traceback") <= 1, said  # the script's own; ranks say nothing
     finally:
         process.kill()
 
 
 def _wait_for(what: Callable[[], bool], limit_s: float = 90.0) -> None:
-    limit = time.monotonic() + limit_s
+    limit = time.monotonic() + under_load(limit_s)
     while not what():
         assert time.monotonic() < limit, "it did not happen in time"
         time.sleep(0.05)

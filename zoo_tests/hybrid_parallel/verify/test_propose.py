@@ -14,7 +14,7 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.verify.own_model import OwnModel
 from plugins.hybrid_parallel.verify.propose import propose_verified
 from plugins.hybrid_parallel.verify.share_cut import share_cut
-from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.harness.ranks import run_on_ranks, under_load
 from zoo_tests.shardformer.policies.test_proposed import Model
 
 
@@ -56,7 +56,7 @@ def _run(function: Any, world_size: int, *arguments: Any, timeout_s: float) -> l
 
 
 def _proposal(model_fn: Any) -> Any:
-    return propose_verified(OwnModel(model_fn, _batch(), torch.float64), 5, timeout_s=90.0, run=_run)
+    return propose_verified(OwnModel(model_fn, _batch(), torch.float64), 5, timeout_s=under_load(90), run=_run)
 
 
 def verify_on_rank(model_fn: Any, plan: Any) -> bool:
@@ -85,4 +85,4 @@ def test_a_model_that_does_not_run_is_one_sentence() -> None:
     with pytest.raises(
         ConfigurationError, match=r"Tagger does not run with derivatives \(TypeError: .*labels.*TPInfo$"
     ):
-        propose_verified(subject, 5, timeout_s=90.0, run=_run)
+        propose_verified(subject, 5, timeout_s=under_load(90), run=_run)

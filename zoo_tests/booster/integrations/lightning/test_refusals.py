@@ -15,7 +15,7 @@ from lightning.pytorch import callbacks
 
 from booster.errors import ConfigurationError
 from zoo_tests.booster.integrations.lightning import jobs
-from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.harness.ranks import run_on_ranks, under_load
 
 pytestmark = pytest.mark.slow
 
@@ -176,6 +176,6 @@ def test_lightning_that_is_missing_or_old(found: str | None, sentence: str) -> N
         "except ConfigurationError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=under_load(120))
     assert sentence in done.stdout, done.stderr
     assert "pip install 'lightning>=2.6'" in done.stdout and done.stdout.count("\n") == 1

@@ -20,7 +20,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint.state import atomic_save as partial
 from plugins.hybrid_parallel.checkpoint.state.dcp_storage import write_tensors
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
-from zoo_tests.harness.ranks import distributed
+from zoo_tests.harness.ranks import distributed, under_load
 from zoo_tests.hybrid_parallel.checkpoint.state.test_atomic_save import names
 
 PUBLISH = "plugins.hybrid_parallel.checkpoint.state.atomic_save.PendingSave.publish"
@@ -180,7 +180,9 @@ if sys.argv[2] == "error":
 def test_a_save_in_flight_is_finished_at_the_end_of_the_interpreter(end: str, tmp_path: Path) -> None:
     """Also where the training ends by an exception."""
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "state"), end]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[4])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=under_load(120), cwd=Path(__file__).parents[4]
+    )
     assert (done.returncode, "training failed" in done.stderr) == ((1, True) if end == "error" else (0, False))
     _load_seven(tmp_path)
 
