@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
 from booster.errors import ConfigurationError
 from shardformer.distributed.process_groups import world_group
@@ -81,8 +82,9 @@ def take_state(given: Any, state: Any, name: str) -> None:
     """Give a saved state to an object of the user.
 
     Raises:
-        ConfigurationError: its `load_state_dict` raises any error, such as KeyError for the state of another class.
+        ConfigurationError: its `load_state_dict` raises any error, or the state is that of another scheduler.
     """
+    _check_class(given, state, name)
     try:
         given.load_state_dict(state)
     except ConfigurationError:
@@ -92,6 +94,24 @@ def take_state(given: Any, state: Any, name: str) -> None:
             f"{name}.load_state_dict() does not take the saved state ({type(error).__name__}: {error}); make "
             f"the {name} as it was when it was saved"
         ) from error
+
+
+def _check_class(given: Any, state: Any, name: str) -> None:
+    """Refuse the state of another scheduler, which torch would take: the attributes of both, and the rates of neither.
+
+    Classes of torch have all their attributes from the start; one of the user may get some later.
+    """
+    if not isinstance(given, LRScheduler):
+        return
+    saved, present = ({key for key in each if key[0] != "_"} for each in (state, given.state_dict()))
+    is_torchs = type(given).__module__ == LRScheduler.__module__
+    if saved ^ present and (is_torchs or not saved or (saved - present and present - saved)):
+        raise ConfigurationError(
+            f"the saved state is that of another {name} than this {type(given).__name__}: one of them alone has "
+            f"'{min(saved ^ present)}'; make the {name} as it was when it was saved"
+        )
+    for inner, its in zip(getattr(given, "_schedulers", ()), state.get("_schedulers", ()), strict=False):
+        _check_class(inner, its, name)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ What breaks here first: the order of what `boost` returns, or a method that thir
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,10 +15,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from booster import Booster, Plugin
+from booster.checkpoint import take_state
 from booster.errors import ConfigurationError
 from booster.plugin import CheckpointIO, PipelineResult, TrainingObjects, available_plugins, load_plugin
 from booster.wrappers import ModelWrapper, OptimizerWrapper
@@ -177,6 +187,35 @@ def test_lr_scheduler_survives_a_file(tmp_path: Path) -> None:
     assert other.get_last_lr() == scheduler.get_last_lr() == [0.1 * 0.5**4]
     with pytest.raises(ConfigurationError, match="does not exist; give a file that save_lr_scheduler wrote"):
         booster.load_lr_scheduler(other, tmp_path / "nothing.json")
+
+
+class _Warming(LRScheduler):
+    """A class of the user's, which has more attributes later."""
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch:
+            self.warmed = {self.last_epoch: (0.5,)}
+        return [0.5 * each for each in self.base_lrs]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_the_state_of_another_scheduler_is_refused() -> None:
+    """Torch would take it. A class of the user's decides itself about what it got later."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    step, cosine = StepLR(optimizer, 2), CosineAnnealingLR(optimizer, 5)
+    others = [cosine, ExponentialLR(optimizer, 0.5), ReduceLROnPlateau(optimizer)]
+    for given, state in [*((each, step.state_dict()) for each in others), (step, {}), (step, {"other": 1})]:
+        before = copy.deepcopy(given.state_dict())
+        with pytest.raises(ConfigurationError, match="is that of another lr_scheduler than this"):
+            take_state(given, state, "lr_scheduler")
+        assert repr(given.state_dict()) == repr(before)
+    with pytest.raises(ConfigurationError, match="than this CosineAnnealingLR"):
+        state = SequentialLR(optimizer, [step, step], [1]).state_dict()
+        take_state(SequentialLR(optimizer, [step, cosine], [1]), state, "lr_scheduler")
+    warmed, fresh = _Warming(optimizer), _Warming(optimizer)
+    warmed.step()
+    take_state(fresh, warmed.state_dict(), "lr_scheduler")
+    assert fresh.warmed == {1: (0.5,)}
 
 
 def test_plugins_are_found_by_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
