@@ -114,14 +114,16 @@ def check_callbacks(callbacks: Iterable[Any], plugin: Plugin) -> None:
     """
     parallel, zero = (getattr(getattr(plugin, "config", None), group, None) for group in ("parallel", "zero"))
     sizes = {name: getattr(parallel, name, 1) for name in ("tp_size", "pp_size", "ep_size")}
-    cut_by = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    reasons = [f"of which {name}={size} leaves it a part" for name, size in sizes.items() if size > 1]
     if getattr(zero, "zero_stage", 0) == 3:
-        cut_by.append("zero_stage=3")
+        reasons.append("of which zero_stage=3 leaves it a part")
+    if (precision := getattr(plugin, "precision", "fp32")) != "fp32":
+        reasons.append(f"whose weights precision='{precision}' rounds")
     names = {base.__name__ for each in callbacks for base in type(each).__mro__ if base.__module__.startswith("trl.")}
-    if "BEMACallback" in names and cut_by:
+    if "BEMACallback" in names and reasons:
         raise ConfigurationError(
-            f"BEMACallback averages a whole model on each rank, of which {cut_by[0]} leaves it a part; use replicas "
-            "alone (dp_size), or ShardedEMA in a callback of your own"
+            f"BEMACallback averages a whole model on each rank, {reasons[0]}; use replicas alone (dp_size) in fp32, or "
+            "ShardedEMA in a callback of your own"
         )
 
 

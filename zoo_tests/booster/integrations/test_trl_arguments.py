@@ -187,12 +187,18 @@ def test_a_trainer_that_cannot_hold_is_refused() -> None:
 def test_a_callback_that_copies_a_whole_model_is_refused() -> None:
     from trl.experimental.bema_for_ref_model import BEMACallback
 
-    plugin = SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(tp_size=2), zero=None))
-    for made in (BEMACallback(), trl.BEMACallback()):
-        assert _said_by(lambda made=made: check_callbacks([made], plugin)) == (
-            "BEMACallback averages a whole model on each rank, of which tp_size=2 leaves it a part; use replicas alone "
-            "(dp_size), or ShardedEMA in a callback of your own"
-        )
+    reasons = {
+        "of which tp_size=2 leaves it a part": SimpleNamespace(
+            config=SimpleNamespace(parallel=SimpleNamespace(tp_size=2), zero=None)
+        ),
+        "whose weights precision='bf16' rounds": SimpleNamespace(precision="bf16"),
+    }
+    for reason, plugin in reasons.items():
+        for made in (BEMACallback(), trl.BEMACallback()):
+            assert _said_by(lambda made=made, plugin=plugin: check_callbacks([made], plugin)) == (
+                f"BEMACallback averages a whole model on each rank, {reason}; use replicas alone (dp_size) in fp32, or "
+                "ShardedEMA in a callback of your own"
+            )
 
 
 def test_a_class_of_ones_own_is_known_by_its_bases() -> None:
