@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
+import queue
+import re
 import sys
 import sysconfig
 import threading
@@ -13,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from booster.failure.flight_record import RecordedOperation, outstanding_on_device
 
@@ -26,6 +29,9 @@ _WAITING_WORDS = (".wait(", "wait_tensor(")
 # Calls in which the host waits for its GPU, and so for the ranks that the GPU waits for. They look the same on the CPU.
 _DEVICE_WORDS = (".item(", ".tolist(", ".cpu(", "synchronize(", "float(")
 _OWN_THREADS = "booster-"
+# What other threads of this process alone hand out, and lines that wait for it: `queue.get()`, `with lock:`.
+_OF_THREADS = (queue.SimpleQueue, type(threading.Lock()), type(threading.RLock()))
+_TAKES = re.compile(r"\bwith ([\w.]+):|\b([\w.]+)\.(?:get|acquire)(?:\(\)|,)")
 _ENGINE = f"{os.sep}torch{os.sep}autograd{os.sep}"
 _SHOWN_PARTS = 3
 # The network threads of a waiting rank, one per process group, wake up a hundred times a second; each uses up to half a
@@ -121,8 +127,22 @@ def acts_alone(frame: FrameType) -> bool:
         return False
     if frame.f_code.co_filename == threading.__file__ and frame.f_locals.get("timeout", 0) in (None, -1):
         return False
+    if isinstance(_taken_from(frame), _OF_THREADS):
+        return False
     files = (each.f_code.co_filename for each, _ in traceback.walk_stack(frame))
     return any(not name.startswith((_STANDARD_LIBRARY, _SITE_PACKAGES)) for name in files)
+
+
+def _taken_from(frame: FrameType) -> Any:
+    """Return the object by whose name a line takes something without a limit, as in C no frame shows; None if none."""
+    found = _TAKES.search(_line(frame))
+    if found is None:
+        return None
+    first, *names = found[found.lastindex].split(".")
+    taken = frame.f_locals.get(first, frame.f_globals.get(first))
+    for name in names:
+        taken = inspect.getattr_static(taken, name, None)
+    return taken
 
 
 def wait_of_error(error: BaseException) -> Wait | None:

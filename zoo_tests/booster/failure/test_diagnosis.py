@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -333,11 +335,25 @@ def wait_while_inside(function: Callable[[threading.Lock], object]) -> Wait | No
 
 def test_a_thread_of_the_script_may_go_on_by_itself() -> None:
     """Ranks may wait for what it will issue: that all main threads wait proves no standstill then."""
-    event = threading.Event()
+    event, held, taken = threading.Event(), SimpleNamespace(works=queue.SimpleQueue()), threading.Lock()
+    taken.acquire()
+
+    def take_all() -> None:
+        for _ in iter(held.works.get, None):
+            pass
+
+    def enter() -> None:
+        with taken:
+            pass
+
     works = {
         (lambda: time.sleep(1)): True,
         (lambda: event.wait(1)): True,
+        (lambda: held.works.get(timeout=1)): True,
         (lambda: event.wait()): False,
+        (lambda: held.works.get()): False,
+        take_all: False,
+        enter: False,
         event.wait: False,  # as idle threads of libraries
     }
     threads = {threading.Thread(target=work, daemon=True): acts for work, acts in works.items()}
@@ -346,7 +362,9 @@ def test_a_thread_of_the_script_may_go_on_by_itself() -> None:
     time.sleep(0.2)
     frames = sys._current_frames()
     assert [acts_alone(frames[thread.ident]) for thread in threads] == list(threads.values())
-    event.set()
+    event.set(), taken.release()
+    for _ in range(2):
+        held.works.put(None)
 
 
 def test_the_first_failure_counts_and_one_rank_speaks() -> None:
