@@ -24,11 +24,14 @@ class SavedCheckpoint:
         path: final location of the checkpoint.
         stall_s: seconds that training waited for the save.
         work: the rest of the save in the background; None if the save is finished.
+
+    Attributes:
+        has_raised: whether `wait` has raised the error of a failed save, so that nothing else does.
     """
 
     def __init__(self, path: Path, stall_s: float, work: Future[float] | None = None) -> None:
         self.path, self.stall_s = path, stall_s
-        self._work = work
+        self._work, self.has_raised = work, False
 
     @property
     def is_finished(self) -> bool:
@@ -44,7 +47,10 @@ class SavedCheckpoint:
         Raises:
             ConfigurationError: the save failed.
         """
-        return self.stall_s if self._work is None else self._work.result()
+        if self._work is None:
+            return self.stall_s
+        self.has_raised = self._work.exception() is not None
+        return self._work.result()
 
 
 def save_lr_scheduler(lr_scheduler: Any, path: str) -> None:

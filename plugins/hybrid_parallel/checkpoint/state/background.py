@@ -37,10 +37,10 @@ class BackgroundWriter:
         """Wait for the save in progress, if any.
 
         Raises:
-            ConfigurationError: the save failed; raised only once.
+            ConfigurationError: the save failed; raised only once, here or by `wait`.
         """
         last, self._last = self._last, None
-        if last is None:
+        if last is None or last.has_raised:
             return
         try:
             last.wait()

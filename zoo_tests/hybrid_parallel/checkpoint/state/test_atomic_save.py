@@ -215,6 +215,8 @@ def _fill(disk: Path) -> None:
     handle = training.save(disk / "3", 3, asynchronous=True)
     with pytest.raises(ConfigurationError, match=rf"asynchronous save of {disk}/3 failed: .*No space left on device"):
         training.booster.latest_checkpoint(disk)
+    with pytest.raises(ConfigurationError, match="No space left on device"):  # which the script handles
+        training.save(disk / "4", 4, asynchronous=True).wait()
     assert handle.is_finished and time.perf_counter() - began < WITHIN_S
     assert names(disk) == ["1", "filler"] and training.load(disk, resume="latest") == 1
     dist.barrier()
