@@ -32,7 +32,9 @@ _ROUNDED_BYTES = 2  # of a 16-bit value
 _BIASES = ("alibi", "attention_mask", "position_bias", "rel_pos", "rel_2d_pos")
 
 
-def shard_own_parameter(owner: nn.Module, *, name: str, from_end: int, num_parts: int, group: ProcessGroup) -> None:
+def shard_own_parameter(
+    owner: nn.Module, *, name: str, from_end: int, num_parts: int, group: ProcessGroup, num_heads: int | None = None
+) -> None:
     """Shard a parameter that `owner` uses directly, such as the stacked weights of experts [experts, out, in].
 
     Args:
@@ -41,15 +43,14 @@ def shard_own_parameter(owner: nn.Module, *, name: str, from_end: int, num_parts
         from_end: the sharded dim, counted from the last (1); vectors are sharded along their only dim.
         num_parts: number of fused parts along that dim (gate and up), each sharded independently.
         group: the tensor-parallel group.
+        num_heads: heads along that dim, which are never split; those fewer than ranks are copied.
     """
     parameter = getattr(owner, name)
     dim = max(parameter.dim() - from_end, 0)
     size = parameter.shape[dim]
-    parts = (Part(size // num_parts),) * (num_parts if parameter.dim() > 1 else 1)
-    if parameter.dim() == 1:
-        parts = (Part(size),)
-    spec = ShardSpec(tuple(parameter.shape), dim, parts, dist.get_rank(group), dist.get_world_size(group))
-    setattr(owner, name, shard_parameter(parameter, spec))
+    along = column_spec(size, group, num_heads, part_size=size // (num_parts if parameter.dim() > 1 else 1))
+    spec = replace(along, full_shape=tuple(parameter.shape), dim=dim)
+    setattr(owner, name, shard_parameter(parameter, spec, copies_group(group, spec.copies)))
     if (blocks := blocks_of(group)) is not None:
         _read_in_blocks(owner, name, dim, blocks)
 

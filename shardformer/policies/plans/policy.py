@@ -426,10 +426,13 @@ class PlanPolicy(Policy):
 
     def _local_groups(self, owner: nn.Module) -> dict[str, int]:
         """Return the local number of query heads per key/value head if key/value heads are copied; else nothing."""
-        groups, key = getattr(owner, "num_key_value_groups", None), getattr(owner, "k_proj", None)
-        path = path_of(self.model, owner)
-        if not isinstance(groups, int) or self.plan.get(starred(join(path, "k_proj"))) != "colwise":
+        groups, path = getattr(owner, "num_key_value_groups", None), path_of(self.model, owner)
+        # A part of an attention may count them as well (NeoMME).
+        paths = [each for each in (path, path.rpartition(".")[0]) if self.plan.get(starred(join(each, "k_proj")))]
+        if not isinstance(groups, int) or not paths or self.plan[starred(join(paths[0], "k_proj"))] != "colwise":
             return {}
+        owner = self.model.get_submodule(paths[0])
+        key = getattr(owner, "k_proj", None)
         if key is None:  # the layer reads the keys and values of an earlier one
             kv_heads = self.model.config.get_text_config().num_attention_heads // groups
         else:

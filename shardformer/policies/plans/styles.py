@@ -100,6 +100,11 @@ def _row(policy: HeadCounts, owner: nn.Module, name: str, splits_input: bool = F
     return SubModuleReplacementDescription(name, RowParallelLinear, {"num_heads": heads})
 
 
+def _row_of_values(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+    """Shard the last dim of a parameter, features of key/value heads."""
+    return partial(_row(policy, owner, name), num_heads=policy.model.config.get_text_config().num_key_value_heads)
+
+
 def _packed(policy: HeadCounts, owner: nn.Module, name: str, from_end: int) -> PartChange:
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
@@ -210,6 +215,7 @@ STYLES: dict[str, Style] = {
     "gathered": _gathered,
     "fused_colwise": _fused_column,
     "rowwise": _row,
+    "rowwise_of_values": _row_of_values,
     "rowwise_split_input": partial(_row, splits_input=True),
     "rowwise_rep": partial(_row, splits_input=True),
     "packed_colwise": partial(_packed, from_end=2),

@@ -123,7 +123,7 @@ PLANS = {
             "mlp.up_proj": "colwise",
             "mlp.down_proj": "rowwise",
             "exclusive_self_attention.alpha": "first_dim",  # one for each head
-            "value_embeddings.weight": "rowwise",  # [vocab, features of the values' heads]
+            "value_embeddings.weight": "rowwise_of_values",  # [vocab, features of the values' heads]
         },
         first={"value_embeddings": Received},  # registered after the layers
         kept_outputs={"embed_tokens": 0, "value_embeddings": 0},  # all layers read them
