@@ -21,6 +21,8 @@ _CASES = [
     ("lfm2_moe", "Lfm2MoeForCausalLM", Switch(("conv_bias",), False), "tp2"),
     ("inkling", "InklingForCausalLM", Switch(("swa_num_key_value_heads",), 1), "tp2"),  # keys that are convolved
     ("detr", "DetrForObjectDetection", Switch(("position_embedding_type",), "learned"), "pp2"),
+    ("idefics", "IdeficsForVisionText2Text", Switch(("use_resampler",), True), "pp2"),  # a part in front of the layers
+    ("neomme", "NeoMMEForMaskedLM", Switch(("num_key_value_heads",), 1), "tp2"),  # copied, also for the values' table
     ("wav2vec2_bert", "Wav2Vec2BertForCTC", Switch(("position_embeddings_type",), "rotary"), "tp2"),  # whole states
 ]
 

@@ -7,7 +7,7 @@ The module tree does not tell in which order modules run. The order is therefore
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
@@ -36,6 +36,8 @@ class ExecutionOrder:
             stands for the last layer of a list.
         opened: modules that are never called; the model calls their children.
         calls_forward: see `StageLayout`.
+        behind: modules of the base model that run after the layers; None for all that are not named.
+        otherwise: the order of another configuration of the class, whose base model has further modules.
     """
 
     order: Sequence[Sequence[str]]
@@ -46,10 +48,14 @@ class ExecutionOrder:
     kept: Mapping[str, int] = field(default_factory=dict)
     opened: Sequence[str] = ()
     calls_forward: bool = False
+    behind: Sequence[str] | None = None
+    otherwise: ExecutionOrder | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the order in the terms of JSON, without fields that are empty."""
-        return {name: value for name, value in asdict(self).items() if value}
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        found["otherwise"] = self.otherwise and self.otherwise.to_dict()
+        return {name: value for name, value in found.items() if value or (name == "behind" and value is not None)}
 
     @staticmethod
     def from_dict(found: Any) -> ExecutionOrder:
@@ -61,10 +67,14 @@ class ExecutionOrder:
         known = [each.name for each in fields(ExecutionOrder)]
         if not isinstance(found, Mapping) or not {"order", "layers"} <= found.keys() <= set(known):
             raise ValueError(f"stages are an object with 'order' and 'layers', and no keys but {', '.join(known)}")
-        return ExecutionOrder(**found)
+        other = found.get("otherwise")
+        return ExecutionOrder(**{**found, "otherwise": None if other is None else ExecutionOrder.from_dict(other)})
 
     def layout(self, model: nn.Module) -> StageLayout | None:
-        """Return the stage layout of a model; None if it lacks one of the layer lists, and runs in another order."""
+        """Return the stage layout of a model; None if its parts are others, so that they run in an unknown order."""
+        return self._layout(model) or (self.otherwise and self.otherwise.layout(model))
+
+    def _layout(self, model: nn.Module) -> StageLayout | None:
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
         def name(path: str) -> str:
@@ -97,10 +107,13 @@ class ExecutionOrder:
                 key = self._key(path, prefix)
                 default = 0 if key is None and is_below(path, features) else None  # the batch had no images
                 after = next((at for at, start in enumerate(starts) if key is not None and key < start), default)
-                if after is None:
-                    last.append(path)
-                else:
+                is_of_base = path.startswith(prefix) or not hasattr(model, prefix[:-1] or ".")
+                if after is not None:
                     first[after][path] = MetaModule
+                elif key is None and is_of_base and self.behind is not None and name(path) not in self.behind:
+                    return None  # a part that another configuration has
+                else:
+                    last.append(path)
         layout = None
         for index in reversed(range(len(lists))):
             is_last = index == len(lists) - 1

@@ -99,8 +99,10 @@ class _Search:
             self._place()
         groups, parts, ahead = self._groups(), *self._around_layers()
         last = max(i for i, group in enumerate(groups) if set(group) & {self._name(p) for p in self.layers.values()})
+        order = [[each for each in group if each not in {**parts, **ahead}] for group in groups[: last + 1]]
+        placed = {*parts, *ahead, *sum(order, []), *map(self._name, self.every)}
         return ExecutionOrder(
-            order=[[each for each in group if each not in {**parts, **ahead}] for group in groups[: last + 1]],
+            order=order,
             layers=self._lengths(),
             parts=parts,
             ahead=ahead,
@@ -110,6 +112,7 @@ class _Search:
                 {self._name(path) for path in self.opened if any(u.startswith(f"{path}.") for u in self.units)}
             ),
             calls_forward=any(call.is_direct for call in self.calls if call.path in self.layers),
+            behind=sorted({self._name(path) for path in self.units} - placed),
         )
 
     def _groups(self) -> list[list[str]]:

@@ -6,6 +6,7 @@ What breaks here first: what a later stage reads of an earlier one in a way that
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def _find_parts() -> None:
     assert order.every == ["head", "queries", "scale", "twice"]
     # The mask, the memory, and what the scale, the boxes and the head read.
     assert order.kept == {"boxes.*": 0, "decoder.*": 0, "embed": 2, "encoder.layers.-1": 0}
-    assert order.opened == ["encoder"]
+    assert order.opened == ["encoder"] and order.behind == []
 
 
 @pytest.mark.parametrize("first", range(1, 7))
@@ -177,6 +178,18 @@ def test_an_order_holds_for_any_depth() -> None:
     assert decoder.layer_parts == boxes | {f"narrow.{number + 1}": number for number in range(4)}
     assert decoder.first.keys() == {"narrow.0"}
     assert decoder.kept_outputs.keys() >= {"decoder.3", "boxes.4"}
+
+
+def test_a_part_of_another_configuration_has_no_place() -> None:
+    class Refined(Detector):
+        def __init__(self) -> None:
+            super().__init__()
+            self.refine = nn.Linear(_WIDTH, _WIDTH)
+
+    order = _order()
+    assert order.layout(Refined()) is None
+    known = replace(order, otherwise=replace(order, order=[*order.order, ["refine"]])).layout(Refined())
+    assert known is not None and "refine" in known.chain[-1].last
 
 
 def test_layers_that_run_twice_are_no_stages() -> None:
