@@ -36,7 +36,9 @@ _LENGTH = 220  # of a reason
 TOLERANCE = Tolerance(loss=1e-3, tensor=1e-3, floor=1e-4)
 # A difference up to this many times the tolerance may be rounding: it is judged again in fp64.
 _MAY_BE_ROUNDING = 10
-_EXACT_IN_FP64 = Tolerance(loss=1e-7, tensor=1e-7, floor=1e-8)
+# The loss of speech (CTC) stays in fp32, with digits of 1.2e-7: two of them. The gradient of a bias in front of a batch
+# norm is 0 but for rounding, 1e-15 of the largest.
+_EXACT_IN_FP64 = Tolerance(loss=2.4e-7, tensor=1e-7, floor=1e-7)
 # Windows also where a family's own configuration has none.
 _SIZES = TwinSizes(kv_heads=4, is_faithful=False)
 
