@@ -22,6 +22,7 @@ _CASES = [
     ("inkling", "InklingForCausalLM", Switch(("swa_num_key_value_heads",), 1), "tp2"),  # keys that are convolved
     ("detr", "DetrForObjectDetection", Switch(("position_embedding_type",), "learned"), "pp2"),
     ("idefics", "IdeficsForVisionText2Text", Switch(("use_resampler",), True), "pp2"),  # a part in front of the layers
+    ("molmo2", "Molmo2ForConditionalGeneration", Switch(("text_config", "qk_norm_type"), "olmo"), "tp2"),
     ("neomme", "NeoMMEForMaskedLM", Switch(("num_key_value_heads",), 1), "tp2"),  # copied, also for the values' table
     ("wav2vec2_bert", "Wav2Vec2BertForCTC", Switch(("position_embeddings_type",), "rotary"), "tp2"),  # whole states
 ]

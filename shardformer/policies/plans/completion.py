@@ -63,7 +63,7 @@ class Completion:
         own = {join(at, each) for each, parameter in owner._parameters.items() if parameter is not None}
         if path in own and not own <= styles.keys() and not any(True for _ in owner.children()):
             return False  # a convolution with a bias, whose kernels alone were seen
-        if _norms_all_heads(owner):
+        if norms_all_heads(owner):
             return False
         counts = self.derived.local_values(at, owner, 1).values()
         is_even = not any(count % policy.tp_size for count in counts)
@@ -99,7 +99,7 @@ def region_of(path: str, styles: Mapping[str, str]) -> str:
     return path
 
 
-def _norms_all_heads(owner: nn.Module) -> bool:
+def norms_all_heads(owner: nn.Module) -> bool:
     """Return whether an attention has norms over the features of all heads, as InternVL's with `use_qk_norm`."""
     norms = [part for name, part in owner.named_children() if HEAD_NORM.fullmatch(name)]
     sizes = {parameter.numel() for norm in norms for parameter in norm.parameters() if parameter.dim() == 1}

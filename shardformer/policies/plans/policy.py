@@ -43,7 +43,7 @@ from shardformer.policies.plans.attention_alone import (
     attention_outside,
     towers_share_configs,
 )
-from shardformer.policies.plans.completion import COLUMNS, ROWS, completion_of
+from shardformer.policies.plans.completion import COLUMNS, ROWS, completion_of, norms_all_heads
 from shardformer.policies.plans.declared import (
     DeclaredPlan,
     divides_sequences,
@@ -63,6 +63,10 @@ from shardformer.shard_spec import divided_share
 from shardformer.utils.customizations import stored_weight
 from shardformer.utils.module_paths import join, path_of, starred
 from shardformer.utils.phrases import divisors_phrase
+
+_NORM_OF_A_HEAD = "replicated_with_grad_allreduce"
+# The style of a part of an attention -> that where each rank has the features of all heads between its projections.
+_OF_ALL_HEADS = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input", _NORM_OF_A_HEAD: "replicate"}
 
 
 class PlanPolicy(Policy):
@@ -98,7 +102,21 @@ class PlanPolicy(Policy):
         """The tensor-parallel style of each path of the model."""
         mixers = state_space_styles(self.model, ATTENTION_HEADS) if is_shipped(self.declared) else {}
         # What was derived is known to be right: the plan of transformers 5.17 cuts fused projections of towers in two.
-        return self._own_styles | mixers | self.completion.styles_of(self.model)
+        styles = self._own_styles | mixers | self.completion.styles_of(self.model)
+        return styles | self._of_all_heads(styles)
+
+    def _of_all_heads(self, styles: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the styles of attentions whose norms the plan takes for those of a head, and are over all (Molmo2)."""
+        found: dict[str, str] = {}
+        for path, owner in self.model.named_modules():
+            own = {
+                each: styles[each]
+                for name, _ in owner.named_children()
+                if (each := starred(join(path, name))) in styles
+            }
+            if _NORM_OF_A_HEAD in own.values() and norms_all_heads(owner):
+                found |= {each: _OF_ALL_HEADS.get(style, style) for each, style in own.items()}
+        return found
 
     @cached_property
     def _own_styles(self) -> Mapping[str, str]:
