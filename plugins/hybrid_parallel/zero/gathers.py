@@ -6,7 +6,8 @@ FSDP2). Where autograd computes no gradient of the inputs, they stay until the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ class ParameterGathers:
         self.prefetches = True
         self._pinned: set[GatherUnit] = set()  # read outside of their modules by passes that have yet to go back
         self._kept: set[GatherUnit] = set()  # used by passes of some replicas alone
+        self._uses = Counter[GatherUnit]()  # begun in the backward pass: a layer may have several places in a model
         self._depth = 0
         self._latest: tuple[bool, GatherUnit | None] = (False, None)  # in a backward pass?, unit
 
@@ -167,9 +169,8 @@ class ParameterGathers:
     def release_all(self) -> None:
         """Release all units, also those that were gathered ahead, but none whose values autograd has saved."""
         self._latest = (False, None)
-        for unit in self._all():
-            if unit not in self._pinned | self._kept:
-                unit.release()
+        self._uses.clear()
+        self._release(self._all())
 
     def end_step(self) -> None:
         """Release everything: no backward pass of the step is left."""
@@ -206,10 +207,18 @@ class ParameterGathers:
         if ahead is not None and self._depth:
             ahead.start() if self.prefetches else ahead.read_ahead()
 
-    def _release(self, units: Sequence[GatherUnit]) -> None:
+    def _release(self, units: Iterable[GatherUnit]) -> None:
         for unit in units:
-            if unit not in self._pinned | self._kept:
+            if unit not in self._pinned | self._kept and not self._uses[unit]:
                 unit.release()
+
+    def _begin_use(self, units: Sequence[GatherUnit]) -> None:
+        self._uses.update(units)
+        self._use(units, True)
+
+    def _end_use(self, units: Sequence[GatherUnit]) -> None:
+        self._uses.subtract(units)
+        self._release(units)
 
     # ----- hooks -----
 
@@ -225,7 +234,7 @@ class ParameterGathers:
         if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
             results, given = _differentiable(outputs), _differentiable((args, kwargs))
             if results:
-                UseInBackward(partial(self._use, units, True), partial(self._release, units)).watch(results, given)
+                UseInBackward(partial(self._begin_use, units), partial(self._end_use, units)).watch(results, given)
             elif given or any(param.requires_grad for unit in units for each in unit.members for param in each.params):
                 self._pinned.update(units)  # the results are in an object that hides them
         if not in_backward():  # a layer that is recomputed there is about to be used

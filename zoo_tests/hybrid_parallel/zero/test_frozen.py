@@ -6,6 +6,7 @@ What breaks here first: two stages that do not agree whether a gradient comes ba
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,34 @@ def test_the_state_of_what_is_frozen_now_survives_a_checkpoint(tmp_path: Path) -
         resumed.backward(step)
         resumed.step()
         resumed.check_parameters(**EXACT)
+
+
+class _TwoPlaces(nn.Module):
+    """A layer that runs twice in a row: frozen matrices, as beside an adapter, and a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+        layer[0].requires_grad_(False)
+        layer[4].requires_grad_(False)
+        self.layers = nn.ModuleList([layer, layer])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@distributed(2)
+def test_a_frozen_layer_in_two_places_is_whole_until_both_are_done() -> None:
+    torch.manual_seed(0)
+    plain = _TwoPlaces().double()
+    model = copy.deepcopy(plain)
+    booster = Booster(plugin=HybridParallelPlugin(zero_stage=3))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.layers[0][2].parameters(), lr=1.0))
+    x = torch.randn(4, 32, dtype=torch.float64)
+    plain(x).square().mean().backward()
+    rank = booster.plugin.dp_rank
+    booster.backward(model(x[2 * rank : 2 * rank + 2]).square().mean(), optimizer)
+    for name, gradient in optimizer.full_gradients().items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
