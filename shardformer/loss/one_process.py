@@ -6,6 +6,7 @@ never join. Micro-batches and replicas are put together by `HeadLoss`, which kno
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import cache, update_wrapper
 from types import FunctionType
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.utils.source import with_globals
+from shardformer.utils.source import names_read_by, with_globals
 
 # Names in transformers' losses that ask whether there are other ranks; both losses have a way without them.
 _ASKS = ("_is_torch_distributed_initialized", "is_accelerate_available")
@@ -51,9 +52,9 @@ def _criteria(function: FunctionType) -> Iterator[tuple[str, type[nn.Module]]]:
     """Yield the modules, and their names, that the function creates and whose forward asks for other ranks."""
     if not function.__module__.startswith("transformers.loss."):
         return
-    for name in function.__code__.co_names:
-        found = function.__globals__.get(name)
-        if isinstance(found, type) and issubclass(found, nn.Module) and set(_ASKS) & {*found.forward.__code__.co_names}:
+    for name in names_read_by(function):
+        found = inspect.unwrap(function).__globals__.get(name)
+        if isinstance(found, type) and issubclass(found, nn.Module) and set(_ASKS) & names_read_by(found.forward):
             yield name, found
 
 

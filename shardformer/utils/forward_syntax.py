@@ -6,8 +6,9 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from types import FunctionType
 
-from shardformer.utils.source import syntax_of
+from shardformer.utils.source import syntax_of, with_globals
 
 _OF_EVERY_LAYER = ("self", "hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache") + (
     "output_attentions",
@@ -72,7 +73,7 @@ def _read_around(loop: ast.For, layers: str) -> set[str]:
 def counts_positions(cls: type) -> bool | None:
     """Return whether a class's forward counts positions by the length of its input: `torch.arange(x.shape[1])`.
 
-    None if it counts other things by `torch.arange` as well.
+    None if it counts other things by `torch.arange` as well, or a decorator hides it.
     """
     forward = next((each for each in _methods(definer(cls)) if each.name == "forward"), None)
     if forward is None or len(forward.args.args) < 2:
@@ -91,7 +92,16 @@ def counts_positions(cls: type) -> bool | None:
     of_input = [ast.unparse(args[0]) in lengths for args in counted]
     if not any(of_input):
         return False
-    return True if all(of_input) and not forward.decorator_list else None
+    return True if all(of_input) and _is_found(definer(cls).forward, forward) else None
+
+
+def _is_found(function: FunctionType, node: ast.FunctionDef) -> bool:
+    """Return whether the function with the tree `node` is found below the decorators of `function`."""
+    try:
+        with_globals(function, {})
+        return syntax_of(function).lineno == node.lineno
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 def _variables(node: ast.AST) -> set[str]:

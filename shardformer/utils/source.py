@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -83,8 +83,26 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def with_globals(function: FunctionType, values: dict[str, Any]) -> FunctionType:
-    """Return a copy of the function whose globals have other `values`."""
-    code, names = function.__code__, {**function.__globals__, **values}
-    copied = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+    """Return a copy of the function whose globals have other `values`; its decorators keep theirs.
+
+    Raises:
+        ValueError: a decorator has the function in another place than its closure.
+    """
+    inner, code, cells = vars(function).get("__wrapped__"), function.__code__, function.__closure__
+    names = function.__globals__ if inner is not None else {**function.__globals__, **values}
+    if inner is not None:
+        changed = with_globals(inner, values)
+        cells = tuple(CellType(changed) if _holds(cell, inner) else cell for cell in cells or ())
+        if cells == (function.__closure__ or ()):
+            raise ValueError(f"a decorator hides the code of {function.__qualname__}")
+    copied = FunctionType(code, names, function.__name__, function.__defaults__, cells)
     copied.__kwdefaults__ = function.__kwdefaults__
+    vars(copied).update(vars(function) | ({} if inner is None else {"__wrapped__": changed}))
     return copied
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # the cell is not bound yet
+        return False

@@ -45,7 +45,7 @@ def bind_own_methods(boosted: ModelWrapper) -> None:
             continue
         for name, method in vars(cls).items():
             own = inspect.isfunction(method) and not name.startswith("__") and not hasattr(type(boosted), name)
-            if own and "__class__" not in method.__code__.co_freevars:
+            if own and "__class__" not in inspect.unwrap(method).__code__.co_freevars:
                 vars(boosted)[name] = MethodType(method, boosted)  # and not an attribute of the sharded model
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partialmethod, wraps
 from typing import Any
 
 import pytest
@@ -34,6 +36,27 @@ class _Unpacked(nn.Module):
         return x * torch.arange(length)[:, None]
 
 
+def _renamed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(forward)
+    def call(self: nn.Module, x: Tensor) -> Tensor:
+        return forward(self, x)
+
+    return call
+
+
+class _Decorated(nn.Module):
+    @_renamed
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.arange(x.shape[1])[:, None]
+
+
+class _Hidden(nn.Module):
+    @partialmethod
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.arange(x.shape[1])[:, None]
+
+
 class _AndHeads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.arange(x.shape[1])[:, None] + torch.arange(4)
@@ -47,7 +70,8 @@ class _Features(nn.Module):
 def test_positions_that_a_forward_counts() -> None:
     llama4 = importlib.import_module("transformers.models.llama4.modeling_llama4")
     llama = importlib.import_module("transformers.models.llama.modeling_llama")
-    assert counts_positions(llama4.Llama4TextAttention) is not False  # None under the decorator of transformers 5.24
+    assert counts_positions(llama4.Llama4TextAttention) is True  # under the decorator of transformers 5.24, too
+    assert counts_positions(_Decorated) is True and counts_positions(_Hidden) is None
     assert counts_positions(_Unpacked) is True
     assert counts_positions(_AndHeads) is None  # which of the two is a position cannot be told
     assert not counts_positions(_Features)
