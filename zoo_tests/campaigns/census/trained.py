@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.setup.mixed_samples import mixed_samples
-from plugins.hybrid_parallel.verify.compare import Tolerance, compare
+from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compare
 from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
 from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
@@ -110,6 +110,8 @@ def sharded_verdict(head: HeadClass, layout: str, plain: PlainRun, **options: An
 
 def sharded_run(head: HeadClass, layout: str, plain: PlainRun, **options: Any) -> tuple[str, list[Trace]]:
     """The verdict under a layout, and what the ranks recorded; see `sharded_verdict`."""
+    if plain.case.tiny_model.dtype is torch.float64:
+        return _run(layout, plain, TOLERANCES["fp64"], options)[:2]
     reason, ranks, worst = _run(layout, plain, TOLERANCE, options)
     # Gradients of a criterion may be small against activations, and so against what single precision rounds.
     if ranks and 1 <= worst < (math.inf if plain.criterion else _MAY_BE_ROUNDING):
@@ -183,15 +185,18 @@ def _largest_gradient(plain: Trace) -> float:
 def _sizes_of(layout: str) -> tuple[Layout, dict[str, Any]]:
     """Sizes of the axes, and options of the plugin.
 
-    "sp2" is tp2 with sequence parallelism; "sp2-ulysses" and "cp2-ulysses" exchange heads.
+    "sp2" is tp2 with sequence parallelism; "sp2-ulysses" and "cp2-ulysses" exchange heads; "ep2" is dp2 whose ranks
+    share out experts.
     """
     axes = layout.removesuffix("-ulysses")
-    sizes = LAYOUTS["tp2" if axes == "sp2" else axes]
+    sizes = LAYOUTS[{"sp2": "tp2", "ep2": "dp2"}.get(axes, axes)]
     options: dict[str, Any] = {"tp_size": sizes.tp_size, "pp_size": sizes.pp_size, "num_microbatches": sizes.pp_size}
     if sizes.cp_size > 1:
         options["cp_size"] = sizes.cp_size
     if axes == "sp2":
         options["enable_sequence_parallelism"] = True
+    if axes == "ep2":
+        options["ep_size"] = 2
     if axes != layout:
         options["sequence_parallelism_mode"] = "all_to_all"
     return sizes, options

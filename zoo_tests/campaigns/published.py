@@ -1,0 +1,154 @@
+"""The configurations of published checkpoints: exact, or refused in a sentence, under five layouts, and ep2 for experts.
+
+    python -m zoo_tests.campaigns.published [--only REGEX] [--log FILE] [--minutes N] [--output docs/results/published.md]
+
+`published.json` has what a person finds in the `config.json` of a checkpoint, as far as it differs from the defaults of
+its class. A twin has the sizes divided, and all else as published: flags, lists, ratios, kinds of layers, tables of
+rotary embeddings; windows and thresholds are brought inside of it. Norms and biases are drawn. The loss and every
+gradient are compared with plain training in fp64, with images where the model takes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
+from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
+from shardformer.expert_parallel.experts import expert_modules
+from zoo_tests.campaigns.census.classes import HeadClass
+from zoo_tests.campaigns.census.trained import PlainRun, sharded_verdict
+from zoo_tests.campaigns.census.verdict import EXACT, kind_of, reasons
+from zoo_tests.harness.image_twin import image_twin_of
+from zoo_tests.harness.ranks import stop_pools
+
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {"tp2": {}, "pp2": {}, "sp2": {}, "cp2": {}, "dp2": {"zero_stage": 3}}
+_EXPERTS, _ROWS, _UNIT = "ep2", 6, 8
+_FACTS = Path(__file__).with_suffix(".json")
+_FEED_FORWARD = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "d_ff")
+_HIDDEN = ("hidden_size", "d_model")
+_HEAD = """# Published checkpoints
+
+Written by `python -m zoo_tests.campaigns.published --output docs/results/published.md`; do not edit.
+
+The configurations of {count} published checkpoints, with divided sizes and all else as published: flags, ratios of heads
+and of feed-forwards, lists of layers, tables of rotary embeddings, soft caps, norms, biases, activations. One step is
+trained plainly and on two ranks, in fp64 where the class can, with images where it takes them; the loss and every
+gradient are compared. dp2 is with ZeRO-3, sp2 is tp2 with sequence parallelism. Weights are drawn, not loaded.
+
+"""
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """Name of a checkpoint -> family/class, fields of its configuration, and those of the twin that the rest needs."""
+    return json.loads(_FACTS.read_text(encoding="utf-8"))
+
+
+def plain_of(facts: Mapping[str, Any]) -> tuple[HeadClass, PlainRun]:
+    """Plain training of the twin of a checkpoint."""
+    head = HeadClass(*facts["class"].split("/"))
+    config_class = getattr(importlib.import_module(head.module), head.name).config_class
+    own = config_class(**facts["config"])
+    config = small_config(own, TwinSizes.of(own, 2, 2))
+    _keep_ratios(own, config)
+    for path, value in facts.get("twin", {}).items():
+        *owners, name = path.split(".")
+        setattr(reduce(getattr, owners, config), name, value)
+    config = config_class(**config.to_dict())  # checks it
+    config.use_cache = False
+    twin = TinyModel(head.module, head.name, config, torch.float64, None)
+    if hasattr(config, "vision_config"):
+        twin = image_twin_of(twin) or twin
+    try:
+        return head, _trained(twin)
+    except Exception:  # a class that computes in fp32
+        return head, _trained(replace(twin, dtype=torch.float32))
+
+
+def _trained(twin: TinyModel) -> PlainRun:
+    case = VerifyCase(twin, _ROWS, 1, {})
+    return PlainRun(case, train_reference(case))
+
+
+def _keep_ratios(own: Any, small: Any) -> None:
+    """Give feed-forwards their width in hidden sizes, in units of 8 features, and the parts of a configuration theirs."""
+    hidden = next((name for name in _HIDDEN if isinstance(getattr(own, name, None), int)), None)
+    for name, value in list(vars(small).items()):
+        if hasattr(value, "to_dict"):
+            _keep_ratios(getattr(own, name), value)
+        elif name in _FEED_FORWARD and hidden is not None and isinstance(value, int):
+            times = getattr(own, name) / getattr(own, hidden)
+            setattr(small, name, max(round(times * getattr(small, hidden) / _UNIT), 1) * _UNIT)
+
+
+def judge(facts: Mapping[str, Any], layouts: Mapping[str, Mapping[str, Any]] = LAYOUTS) -> dict[str, str]:
+    """Layout -> "exact", or the reason; or "plain" -> why plain training fails."""
+    try:
+        head, plain = plain_of(facts)
+    except Exception as error:  # a configuration that this release does not take
+        return {"plain": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
+    has_experts = any(True for _ in expert_modules(plain.case.tiny_model.build()))
+    wanted = {**layouts, **({_EXPERTS: {}} if has_experts else {})}
+    return {layout: sharded_verdict(head, layout, plain, **options) for layout, options in wanted.items()}
+
+
+def sweep(only: str, known: Mapping[str, Any], until: float) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the verdicts on checkpoints that are not known."""
+    for name, facts in published().items():
+        if name not in known and re.search(only, f"{name} {facts['class']}") and time.monotonic() < until:
+            yield name, judge(facts)
+
+
+def page(found: Mapping[str, Mapping[str, str]]) -> str:
+    """The page of the documentation."""
+    facts, layouts = published(), (*LAYOUTS, _EXPERTS)
+    rows = ["| Checkpoint | Class | " + " | ".join(layouts) + " |", "|---" * (len(layouts) + 2) + "|"]
+    for name in sorted((name for name in facts if name in found), key=str.lower):
+        cells = [kind_of(found[name][layout]) if layout in found[name] else "" for layout in layouts]
+        rows.append(f"| {name} | `{facts[name]['class'].partition('/')[2]}` | {' | '.join(cells)} |")
+    counts = [[kind_of(each[layout]) for each in found.values() if layout in each] for layout in layouts]
+    exact = " | ".join(f"{kinds.count(EXACT)} of {len(kinds)}" for kinds in counts)
+    rows.append(f"| exact | | {exact} |")
+    why = reasons({f"{facts[name]['class']}": verdicts for name, verdicts in found.items() if name in facts})
+    return _HEAD.format(count=len(found)) + "\n".join(rows) + f"\n\n## What is not exact\n\n{why}\n"
+
+
+def main() -> int:
+    """Train; return 1 if a checkpoint is neither exact nor refused."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="regular expression on names and Family/Class")
+    parser.add_argument("--log", type=Path, help="log (.jsonl): written after each checkpoint, read at first")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long; the same command goes on")
+    parser.add_argument("--output", type=Path, help="page to write")
+    given = parser.parse_args()
+    lines = given.log.read_text("utf-8").splitlines() if given.log and given.log.exists() else []
+    found: dict[str, dict[str, str]] = dict(map(json.loads, lines))
+    try:
+        for name, verdicts in sweep(given.only, found, time.monotonic() + 60 * given.minutes):
+            found[name] = verdicts
+            if given.log:
+                with given.log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([name, verdicts]) + "\n")
+            sys.stdout.write(f"{name}: {verdicts}\n")
+            sys.stdout.flush()
+    finally:
+        stop_pools()
+    if given.output:
+        given.output.write_text(page(found), encoding="utf-8")
+    return int(any(kind_of(each) not in (EXACT, "refused") for verdicts in found.values() for each in verdicts.values()))
+
+
+if __name__ == "__main__":
+    # Ranks import the classes of their task by the name of this module.
+    sys.exit(importlib.import_module("zoo_tests.campaigns.published").main())
