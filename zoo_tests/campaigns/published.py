@@ -1,6 +1,7 @@
-"""The configurations of published checkpoints: exact, or refused in a sentence, under five layouts, and ep2 for experts.
+"""Configurations of published checkpoints: exact, or refused in a sentence, under five layouts, and ep2 for experts.
 
-    python -m zoo_tests.campaigns.published [--only REGEX] [--log FILE] [--minutes N] [--output docs/results/published.md]
+    python -m zoo_tests.campaigns.published [--only REGEX] [--log FILE] [--minutes N]
+        [--output docs/results/published.md]
 
 `published.json` has what a person finds in the `config.json` of a checkpoint, as far as it differs from the defaults of
 its class. A twin has the sizes divided, and all else as published: flags, lists, ratios, kinds of layers, tables of
@@ -42,10 +43,10 @@ _HEAD = """# Published checkpoints
 
 Written by `python -m zoo_tests.campaigns.published --output docs/results/published.md`; do not edit.
 
-The configurations of {count} published checkpoints, with divided sizes and all else as published: flags, ratios of heads
-and of feed-forwards, lists of layers, tables of rotary embeddings, soft caps, norms, biases, activations. One step is
-trained plainly and on two ranks, in fp64 where the class can, with images where it takes them; the loss and every
-gradient are compared. dp2 is with ZeRO-3, sp2 is tp2 with sequence parallelism. Weights are drawn, not loaded.
+The configurations of {count} published checkpoints, with divided sizes and all else as published: flags, ratios of
+heads and of feed-forwards, lists of layers, tables of rotary embeddings, soft caps, norms, biases, activations. One
+step is trained plainly and on two ranks, in fp64 where the class can, with images where it takes them; the loss and
+every gradient are compared. dp2 is with ZeRO-3, sp2 is tp2 with sequence parallelism. Weights are drawn, not loaded.
 
 """
 
@@ -82,12 +83,12 @@ def _trained(twin: TinyModel) -> PlainRun:
 
 
 def _keep_ratios(own: Any, small: Any) -> None:
-    """Give feed-forwards their width in hidden sizes, in units of 8 features, and the parts of a configuration theirs."""
+    """Give feed-forwards their width in hidden sizes, in units of 8 features, also in parts of a configuration."""
     hidden = next((name for name in _HIDDEN if isinstance(getattr(own, name, None), int)), None)
     for name, value in list(vars(small).items()):
         if hasattr(value, "to_dict"):
             _keep_ratios(getattr(own, name), value)
-        elif name in _FEED_FORWARD and hidden is not None and isinstance(value, int):
+        elif name in _FEED_FORWARD and hidden is not None and isinstance(getattr(own, name), int):
             times = getattr(own, name) / getattr(own, hidden)
             setattr(small, name, max(round(times * getattr(small, hidden) / _UNIT), 1) * _UNIT)
 
@@ -146,7 +147,8 @@ def main() -> int:
         stop_pools()
     if given.output:
         given.output.write_text(page(found), encoding="utf-8")
-    return int(any(kind_of(each) not in (EXACT, "refused") for verdicts in found.values() for each in verdicts.values()))
+    kinds = {kind_of(each) for verdicts in found.values() for each in verdicts.values()}
+    return int(not kinds <= {EXACT, "refused"})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,10 @@ _SOUND = {
     "classifier_proj_size": 16,
     "num_labels": 3,
 }
-_STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8, "mamba_n_groups": 1}
+_STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 16} | {
+    "mamba_chunk_size": 8,
+    "mamba_n_groups": 1,
+}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _TWO_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}
 _RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]} | {

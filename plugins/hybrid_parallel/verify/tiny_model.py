@@ -67,6 +67,7 @@ _CHOICES = frozenset(
 _NOT_OF_A_TWIN = frozenset(
     ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type", "quantization_config")
     + ("out_features", "out_indices", "stage_names")  # these belong to a backbone with more stages
+    + ("per_layer_config",)  # made of the kinds of layers
 )
 
 
@@ -178,6 +179,8 @@ def small_values(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = 
     if sizes.is_faithful:
         layers, lists = layer_lists(config, _count(config, _LAYERS), sizes.layers)
         values = {**_own_values(config), **short_periods(fields, layers)}
+        if values.get("num_kv_shared_layers"):  # the last ones read keys and values of earlier ones
+            values["num_kv_shared_layers"] = layers // 2
     for name, value in fields.items():
         if hasattr(value, "to_dict"):
             values[name] = small_config(value, sizes, widths).to_dict()

@@ -1,0 +1,34 @@
+"""Published configurations: a sample trains exactly, and the page of the documentation has all.
+
+What breaks here first: a twin that loses what a checkpoint has. Look at `small_config`, which `booster verify` uses.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from zoo_tests.campaigns.census.verdict import EXACT
+from zoo_tests.campaigns.published import judge, plain_of, published
+from zoo_tests.docs.pages import REPOSITORY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Phi-4-mini", "GPT-OSS 20B", "OPT 350m", "Kimi K2", "Granite 4.0-H Tiny"])
+def test_a_published_configuration_trains_like_plain_training(name: str) -> None:
+    assert set(judge(published()[name], {"tp2": {}, "pp2": {}, "dp2": {"zero_stage": 3}}).values()) == {EXACT}
+
+
+def test_a_twin_keeps_what_is_published() -> None:
+    _, plain = plain_of(published()["Gemma 2 27B"])
+    config = plain.case.tiny_model.config
+    assert config.final_logit_softcapping == 30.0 and config.query_pre_attn_scalar == 144
+    assert config.num_attention_heads == 2 * config.num_key_value_heads
+    assert config.intermediate_size == 8 * config.hidden_size and config.sliding_window < 11
+
+
+def test_the_page_has_each_checkpoint() -> None:
+    page = (REPOSITORY / "docs" / "results" / "published.md").read_text("utf-8")
+    rows = set(re.findall(r"^\| (.+?) \| `", page, re.MULTILINE))
+    assert rows == published().keys()
