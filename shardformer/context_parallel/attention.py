@@ -159,6 +159,16 @@ class PendingMask:
     def __init__(self, make: Callable[[ContextParallelPass], ContextMask]) -> None:
         self._make, self._mask = make, None
 
+    def __getitem__(self, parts: tuple[slice, ...]) -> PendingMask:
+        """Return the mask for all tokens: Gemma 4 takes the last `logits_to_keep` of them, 0 stands for all.
+
+        Raises:
+            ValueError: a part is meant.
+        """
+        if any(part not in (slice(None), slice(0, None)) for part in parts):
+            raise ValueError("a rank has no mask of some tokens under cp_size; use logits_to_keep=0, or cp_size=1")
+        return self
+
     def of(self, axis: ZigzagSharding) -> ContextMask:
         """Return the mask of its pass: the latest over `axis` when the first layer asks."""
         if self._mask is None:

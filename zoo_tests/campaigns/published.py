@@ -122,7 +122,10 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
     exact = " | ".join(f"{kinds.count(EXACT)} of {len(kinds)}" for kinds in counts)
     rows.append(f"| exact | | {exact} |")
     why = reasons({f"{facts[name]['class']}": verdicts for name, verdicts in found.items() if name in facts})
-    return _HEAD.format(count=len(found)) + "\n".join(rows) + f"\n\n## What is not exact\n\n{why}\n"
+    left = ", ".join(name for name in facts if name not in found)
+    untried = f"\nIn `published.json`, and not trained yet: {left}.\n" if left else ""
+    table = "\n".join(rows) + f"\n{untried}\n## What is not exact\n\n{why}\n"
+    return _HEAD.format(count=len(found)) + table
 
 
 def main() -> int:

@@ -28,7 +28,8 @@ def test_a_twin_keeps_what_is_published() -> None:
     assert config.intermediate_size == 8 * config.hidden_size and config.sliding_window < 11
 
 
-def test_the_page_has_each_checkpoint() -> None:
+def test_the_page_names_each_checkpoint() -> None:
     page = (REPOSITORY / "docs" / "results" / "published.md").read_text("utf-8")
     rows = set(re.findall(r"^\| (.+?) \| `", page, re.MULTILINE))
-    assert rows == published().keys()
+    untried = re.findall(r"not trained yet: (.*)\.$", page, re.MULTILINE)
+    assert rows | set(", ".join(untried).split(", ")) - {""} == published().keys()
