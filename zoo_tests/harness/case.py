@@ -5,6 +5,7 @@ Plain training and sharded training both build everything from here, on any proc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -124,6 +125,12 @@ class Layout:
     def world_size(self) -> int:
         return self.tp_size * self.pp_size * self.dp_size * self.cp_size
 
+    @staticmethod
+    def named(name: str) -> Layout:
+        """One of `LAYOUTS`, or any other axes and sizes, as "tp2pp2cp2"."""
+        sizes = {f"{axis}_size": int(size) for axis, size in re.findall(r"(\D+)(\d+)", name)}
+        return LAYOUTS.get(name) or Layout(**sizes)
+
 
 LAYOUTS = {
     "single": Layout(),
@@ -151,7 +158,7 @@ class Case:
 
     Attributes:
         recipe: what is trained.
-        layout: name in `LAYOUTS`.
+        layout: see `Layout.named`.
         zero_stage: 0 or 1.
         sequence_parallel: split-gather.
         options: (name, value) pairs of further options of the plugin.
@@ -178,7 +185,7 @@ class Case:
 
     @property
     def sizes(self) -> Layout:
-        return LAYOUTS[self.layout]
+        return Layout.named(self.layout)
 
     @property
     def plugin_options(self) -> dict[str, Any]:

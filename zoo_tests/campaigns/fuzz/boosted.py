@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,9 @@ class Boosted(Side):
     @property
     def modules(self) -> list[nn.Module]:
         return [self.model]
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        return self.model.summon_full_params()
 
     def backward(self, batch: Batch, way: str, parts: int, is_last: bool) -> float:
         share = self._share(batch)

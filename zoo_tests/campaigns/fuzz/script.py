@@ -22,7 +22,7 @@ import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,6 +64,10 @@ class Side(ABC):
     @abstractmethod
     def modules(self) -> list[nn.Module]:
         """The modules that hold parameters, for what a script does to them by hand."""
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """For what a script does to values by hand."""
+        return nullcontext()
 
     @abstractmethod
     def backward(self, batch: Batch, way: str, parts: int, is_last: bool) -> float:
@@ -186,10 +190,11 @@ class Player:
     _unfreeze = _freeze
 
     def _scale(self, action: Action) -> Records:
-        for module in self.side.modules:
-            for name, param in module.named_parameters():
-                if action["part"] in name:
-                    param.data.mul_(action["factor"])
+        with self.side.whole_parameters():
+            for module in self.side.modules:
+                for name, param in module.named_parameters():
+                    if action["part"] in name:
+                        param.data.mul_(action["factor"])
         return []
 
     def _lr(self, action: Action) -> Records:

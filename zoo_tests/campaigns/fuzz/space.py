@@ -19,7 +19,8 @@ from zoo_tests.campaigns.fuzz.families import (
 )
 from zoo_tests.zoo import Family, Head
 
-WORLD_SIZES = {1: 1, 2: 8, 3: 1, 4: 10}
+WORLD_SIZES = {1: 1, 2: 8, 3: 1, 4: 10, 8: 2}
+_MOST_OF_AN_AXIS = 4  # ranks; the models have as many heads and layers
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _SCHEDULES = {"1f1b": 4, "gpipe": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 1, "dualpipev": 1}
@@ -115,8 +116,9 @@ class Draw(random.Random):
         if FAMILIES[family].heads[head].samples_are_coupled:
             del weights["dp_size"]
         sizes = dict.fromkeys(("tp_size", "pp_size", "cp_size", "dp_size"), 1)
-        for factor in {1: [], 2: [2], 3: [3], 4: [2, 2]}[world_size]:
-            sizes[self.weighted(weights)] *= factor
+        for factor in {1: [], 2: [2], 3: [3], 4: [2, 2], 8: [2, 2, 2]}[world_size]:
+            free = {axis: weight for axis, weight in weights.items() if sizes[axis] * factor <= _MOST_OF_AN_AXIS}
+            sizes[self.weighted(free)] *= factor
         return sizes
 
 
@@ -192,7 +194,7 @@ def _lora(numbers: Draw, name: str, sizes: Mapping[str, int], precision: str) ->
 def _options(numbers: Draw, name: str, sizes: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, Any]:
     """Of the plugin, for ranks on these axes."""
     options: dict[str, Any] = {key: size for key, size in sizes.items() if size > 1 and key != "dp_size"}
-    options |= {"zero_stage": numbers.choice([0, 1])}
+    options |= {"zero_stage": numbers.choice([0, 1, 2, 3])}
     seeing_other_tokens = sizes["dp_size"] * sizes["cp_size"]
     if name in MIXTURES and seeing_other_tokens % 2 == 0 and numbers.chance(0.6):
         options["ep_size"] = numbers.choice([2, seeing_other_tokens])
