@@ -35,7 +35,8 @@ Backward = Callable[[Batch, bool], None]  # (micro-batch, whether it is the last
 def counts_of(trace: Trace) -> StepCounts:
     """Count one step of `trace.system`: the micro-batches, AdamW and `zero_grad()`."""
     family, count = FAMILIES[trace.family], _MICROBATCHES
-    model = family.build(family.main_head, torch.float32, **trace.config).to("meta")
+    with torch.device("meta"):
+        model = family.build(family.main_head, torch.float32, **trace.config)
     model.config.use_cache = False
     batch = family.batch(family.main_head, 0, trace.rows, torch.float32)
     with ExitStack() as stack:

@@ -73,7 +73,8 @@ def counts_of(trace: Trace) -> StepCounts:
 def _run(trace: Trace, rank: int, config: HybridParallelConfig, headers: list[p2p.Specs]) -> StepCounts:
     """Run a rank; it takes the specs of what it receives from `headers`, and leaves there those of what it sends."""
     family = FAMILIES[trace.family]
-    model = family.build(family.main_head, torch.float32, **trace.config).to("meta")
+    with torch.device("meta"):
+        model = family.build(family.main_head, torch.float32, **trace.config)
     batch = family.batch(family.main_head, 0, trace.rows, torch.float32)
     criterion = family.heads[family.main_head].criterion
     with ExitStack() as stack:

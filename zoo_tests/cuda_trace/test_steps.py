@@ -61,6 +61,7 @@ _IN_TRANSFORMERS = {
 }
 # torch's grouped product takes rows of whole 16 bytes, and its fake kernel bf16 alone.
 _EXPERT_SIZES = {"mixtral": {}, "qwen3_moe": {"moe_intermediate_size": 32}}
+_LARGE = {"vocab_size": 600_000, "hidden_size": 8192}
 _EXPERTS = ("shardformer/expert_parallel/token_dispatcher.py", _MICROBATCHES * _LAYERS)  # rows to each rank
 
 
@@ -87,13 +88,12 @@ def tracer() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-def _trace(tracer: subprocess.Popen[str], family: str, layout: str) -> dict[str, Any]:
-    options, rank = _LAYOUTS[layout]
+def _trace(tracer: subprocess.Popen[str], family: str, layout: str, **config: int) -> dict[str, Any]:
+    options, rank = _LAYOUTS.get(layout, ({"dp_size": 2, "zero_stage": 3}, 1))
     options = {"precision": "bf16", "num_microbatches": _MICROBATCHES, **options}
-    config: dict[str, int] = {}
     if family in _EXPERT_SIZES:
         options = {**options, "precision": options["precision"].replace("fp16", "bf16")}
-        config = _EXPERT_SIZES[family]
+        config |= _EXPERT_SIZES[family]
     asked = {"family": family, "options": options, "world_size": 2, "rank": rank, "config": config}
     print(json.dumps(asked), file=tracer.stdin, flush=True)
     answer = tracer.stdout.readline()
@@ -119,6 +119,19 @@ def test_a_step_does_not_wait_for_the_device(tracer: subprocess.Popen[str], fami
         assert times <= most, f"the host waits {times} times at {where}"
     late = [place for place in counts["copies"] if not _is_from(place, _BATCH, theirs)]
     assert not late, "something besides the batch is copied between host and device"
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=pytest.mark.campaign) for each in ("tp2", "pp2 last", "dp2 zero3", "cp2")]
+    + [pytest.param("dp2", marks=pytest.mark.slow)]
+)
+def test_tensors_of_more_values_than_32_bits_count(tracer: subprocess.Popen[str], layout: str) -> None:
+    """Embedding and head: places in buckets and shards, and of labels."""
+    counts = _trace(tracer, "llama", layout, **_LARGE)
+    assert "error" not in counts, f"{counts['error']} at {counts['where']}"
+    assert not counts["faults"]
+    if "dp" in layout:  # at least their gradients are on the way, in fp32
+        assert counts["collective_bytes"] > 2 * 4 * _LARGE["vocab_size"] * _LARGE["hidden_size"]
 
 
 @pytest.mark.slow

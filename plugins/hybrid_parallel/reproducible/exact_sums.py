@@ -21,7 +21,8 @@ from torch import Tensor
 _STEPS = 2.0**50  # multiples of the grid in 1
 LIMIT = 2.0**13  # 2**63 / _STEPS
 # A square, or a lower power, is split into multiples of 2**-4, 2**-34 and 2**-64: each part has at most 31 bits, so
-# that 2**32 of them add up in int64.
+# that 2**32 of them add up in int64. What a sum has beyond 30 bits is carried to the part before, so that it adds up
+# with those of all other parameters and ranks.
 _FIRST_BITS, _PART_BITS, NUM_PARTS = 4, 30, 3
 _CHUNK = 1 << 16  # elements that a CPU converts at once: their intermediate values stay in its cache
 
@@ -76,7 +77,11 @@ def power_parts(values: Tensor, exponent: float) -> Tensor:
         exponent: at most 2.
     """
     zero = torch.zeros(NUM_PARTS, dtype=torch.int64, device=values.device)
-    return sum((_power_parts(part, exponent) for part in values.split(_chunk_of(values))), zero)
+    parts = sum((_power_parts(part, exponent) for part in values.split(_chunk_of(values))), zero)
+    for place in range(NUM_PARTS - 1, 0, -1):
+        parts[place - 1] += parts[place] >> _PART_BITS
+        parts[place] &= (1 << _PART_BITS) - 1
+    return parts
 
 
 def _chunk_of(values: Tensor) -> int:

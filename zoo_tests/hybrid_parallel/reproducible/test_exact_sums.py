@@ -73,6 +73,10 @@ def test_norms_of_parts_add_up_exactly() -> None:
         whole = power_parts(values, exponent)
         for cut in (1, 7, 1000):
             parts = power_parts(values[:cut], exponent) + power_parts(values[cut:].flip(0), exponent)
-            assert torch.equal(parts, whole)
+            assert norm_of_parts(parts.tolist(), exponent) == norm_of_parts(whole.tolist(), exponent)
         expected = math.fsum(abs(value) ** exponent for value in values.double().tolist()) ** (1.0 / exponent)
         assert math.isclose(norm_of_parts(whole.tolist(), exponent), expected, rel_tol=1e-15)
+        # As many equal parameters as make 10**12 values: models of more than 2**34 were beyond int64.
+        times = 10**12 // values.numel()
+        many = norm_of_parts((whole * times).tolist(), exponent)
+        assert math.isclose(many, expected * times ** (1.0 / exponent), rel_tol=1e-15)

@@ -5,6 +5,7 @@ What fails here first is the position of a rectangle that is not contiguous in t
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from plugins.hybrid_parallel.checkpoint.files import tensor_reader
-from plugins.hybrid_parallel.checkpoint.files.tensor_file import DTYPE_NAMES
+from plugins.hybrid_parallel.checkpoint.files.tensor_file import DTYPE_NAMES, TensorFileWriter, read_header
 from plugins.hybrid_parallel.checkpoint.files.tensor_reader import TensorFileReader
 
 _RANGES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 3)), max_size=4)
@@ -50,6 +51,28 @@ def test_any_rectangle_of_a_tensor(
         warnings.simplefilter("error")  # torch's about memory that cannot be written
         file.read("x", offsets, lengths, found)
     assert _bits(found) == _bits(expected)
+
+
+def test_places_of_more_than_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a file with holes, which takes no space on the disk."""
+    monkeypatch.setattr(TensorFileWriter, "_reserve", lambda writer, size: os.ftruncate(writer._file, size))
+    side = 70_000  # 4.9e9 values
+    writer = TensorFileWriter(tmp_path / "f", {"behind": (torch.int8, (3,)), "large": (torch.int16, (side, side))})
+    writer.write("behind", torch.tensor([1, 2, 3], dtype=torch.int8))
+    writer.close()
+    with (tmp_path / "f").open("r+b") as file:
+        start, entries = read_header(file)
+        file.seek(start + entries["large"]["data_offsets"][0] + 2 * (side * side - 1))
+        file.write(b"\x05\x00")
+    with TensorFileReader(tmp_path / "f") as file:
+        for name, offsets, expected in (
+            ("large", (side - 1, side - 2), [[0, 5]]),  # in one piece
+            ("large", (side - 2, side - 2), [[0, 0], [0, 5]]),
+            ("behind", (1,), [2, 3]),
+        ):
+            found = torch.empty(torch.tensor(expected).shape, dtype=torch.int8 if name == "behind" else torch.int16)
+            file.read(name, offsets, found.shape, found)
+            assert found.tolist() == expected
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

@@ -48,6 +48,11 @@ def test_memory_of_another_process_is_read_where_it_lies() -> None:
     more = [memory.empty(40 * 2**20, torch.float32) for _ in range(3)]
     more[2][-1] = 3.0
     assert other.map_view(memory.place(more[2]) + 4 * (40 * 2**20 - 1), 1, torch.float32).item() == 3.0
+    # Places and counts of more than 32 bits: pages that nobody writes take no memory.
+    large, behind = memory.empty(2**32 + 9, torch.int8), memory.empty(3, torch.int64)
+    large[-1], behind[2] = 7, 2**40
+    assert other.map_view(memory.place(large) + 2**32 + 8, 1, torch.int8).item() == 7
+    assert other.map_view(memory.place(behind), 3, torch.int64).tolist() == [0, 0, 2**40]
 
 
 def test_memory_that_is_released_leaves_the_machine() -> None:
