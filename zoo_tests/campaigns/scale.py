@@ -292,7 +292,7 @@ def main() -> int:
     known = {(row["model"], row["layout"]) for row in rows}
     try:
         for name, subject in SUBJECTS.items():
-            layouts = [each for each in (PLAIN, *subject.layouts) if re.search(given.layouts, each)]
+            layouts = [each for each in (*subject.layouts, PLAIN) if re.search(given.layouts, each)]
             new = [each for each in layouts if (name, each) not in known]
             for row in measure(name, subject, new) if new and re.search(given.models, name) else ():
                 rows.append(row)
