@@ -19,7 +19,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from booster import Booster
@@ -112,19 +112,12 @@ class Subject:
     config_class: str
     config: Mapping[str, Any]
     layouts: tuple[str, ...] = _USUAL
-    lengths: tuple[int, ...] = (14, 9, 12, 5)
+    lengths: tuple[int, ...] = (11, 7, 9, 4)
 
-    def build(self) -> nn.Module:
-        """The whole model in fp32, always the same."""
-        torch.manual_seed(3)
-        config = getattr(transformers, self.config_class)(**self.config)
-        config.use_cache = False
-        with torch.random.fork_rng(devices=[]):
-            model = getattr(transformers, self.model_class)(config)
-            with torch.no_grad():
-                for param in model.parameters():
-                    if param.dim() == 1:  # norms start at 1, and biases at 0
-                        param.add_(torch.randn_like(param), alpha=0.05)
+    def read(self, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The model of a folder, in training mode."""
+        model = getattr(transformers, self.model_class).from_pretrained(folder, dtype=dtype)
+        model.config.use_cache = False
         return model.train()
 
     def batch(self, step: int) -> dict[str, Tensor]:
@@ -169,12 +162,23 @@ class Trace:
     parameters: int = 0
 
 
-def train_plain(subject: Subject, dtype: torch.dtype, folder: Path) -> Trace:
-    """Train in one process; first and last weights are left in `folder`. No line of the library."""
+def write(subject: Subject, folder: Path) -> None:
+    """Leave a new model in fp32 in a folder."""
+    torch.manual_seed(3)
+    config = getattr(transformers, subject.config_class)(**subject.config)
+    model = getattr(transformers, subject.model_class)(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 1:  # norms start at 1, and biases at 0
+                param.add_(torch.randn_like(param), alpha=0.05)
+    model.save_pretrained(folder)
+
+
+def train_plain(subject: Subject, first: Path, dtype: torch.dtype, last: Path) -> Trace:
+    """Train the model of the folder `first` in one process, and write its last weights. No line of the library."""
     torch.set_num_threads(os.cpu_count() or 1)
-    model = subject.build()
-    save_file(dict(model.named_parameters()), folder / "first.safetensors")
-    model = model.to(dtype)
+    torch.use_deterministic_algorithms(False)  # fresh memory of so many bytes takes long to fill
+    model = subject.read(first, dtype)
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others have no fp64
     optimizer = torch.optim.SGD(model.parameters(), _LEARNING_RATE, foreach=False)
@@ -187,14 +191,14 @@ def train_plain(subject: Subject, dtype: torch.dtype, folder: Path) -> Trace:
         del loss
         optimizer.step()
         optimizer.zero_grad()
-    save_file(dict(model.named_parameters()), folder / "last.safetensors")
-    torch.set_num_threads(1)
+    save_file(dict(model.named_parameters()), last)
     return trace
 
 
-def train_sharded(subject: Subject, options: Mapping[str, Any], folder: Path) -> Trace:
-    """Train on all ranks; the model is left in `folder`."""
-    model = subject.build()
+def train_sharded(subject: Subject, first: Path, options: Mapping[str, Any], folder: Path) -> Trace:
+    """Train the model of the folder `first` on all ranks; the last one is left in `folder`."""
+    torch.use_deterministic_algorithms(False)
+    model = subject.read(first)
     optimizer = torch.optim.SGD(model.parameters(), _LEARNING_RATE)
     plugin = HybridParallelPlugin(max_norm=_MAX_NORM, num_microbatches=2 if "pp_size" in options else 1, **options)
     booster = Booster(plugin=plugin)
@@ -210,12 +214,15 @@ def train_sharded(subject: Subject, options: Mapping[str, Any], folder: Path) ->
     return trace
 
 
-def errors(found: Trace, weights: Mapping[str, Tensor], expected: Trace, oracle: Path, first: Path) -> dict[str, float]:
-    """The largest error of each of `QUANTITIES`; the files have the oracle's last weights, and the first ones."""
+Weights = Mapping[str, Tensor]
+
+
+def errors(found: Trace, weights: Weights, expected: Trace, oracle: Path, first: Weights) -> dict[str, float]:
+    """The largest error of each of `QUANTITIES`; the file has the oracle's last weights."""
     worst, moved, should_move = 0.0, 0.0, 0.0
-    with safe_open(oracle, "pt") as last, safe_open(first, "pt") as start:
+    with safe_open(oracle, "pt") as last:
         for name in last.keys():  # noqa: SIM118 - it is no mapping
-            right, origin, weight = last.get_tensor(name), start.get_tensor(name).double(), weights[name].double()
+            right, origin, weight = last.get_tensor(name), first[name].double(), weights[name].double()
             worst = max(worst, ((weight - right).norm() / right.norm()).item())
             moved += (weight - origin).square().sum().item()
             should_move += (right - origin).square().sum().item()
@@ -234,35 +241,31 @@ def _largest(found: list[float], expected: list[float]) -> float:
 def measure(name: str, subject: Subject, layouts: list[str]) -> Iterator[dict[str, Any]]:
     """Yield a row for each layout, one of which may be `PLAIN`: its name, number of parameters, errors, and seconds."""
     with tempfile.TemporaryDirectory(prefix="scale-") as directory:
-        folders = {each: Path(directory) / each for each in ("fp64", "other")}
-        for folder in folders.values():
-            folder.mkdir()
-        (expected,) = run_on_ranks(1, train_plain, subject, torch.float64, folders["fp64"], timeout_s=_TIMEOUT_S)
-        stop_pools()  # the memory of a process is its own
+        first, last, other = (Path(directory) / each for each in ("first", "fp64.safetensors", "other.safetensors"))
+        _on(1, write, subject, first)
+        expected = _on(1, train_plain, subject, first, torch.float64, last)
         for layout in layouts:
             start = time.monotonic()
             if layout == PLAIN:
-                found = run_on_ranks(1, train_plain, subject, torch.float32, folders["other"], timeout_s=_TIMEOUT_S)
+                found = _on(1, train_plain, subject, first, torch.float32, other)
+                weights: Weights = load_file(other)
             else:
-                options = LAYOUTS[layout]
-                found = run_on_ranks(2, train_sharded, subject, options, folders["other"], timeout_s=_TIMEOUT_S)
-            stop_pools()
-            weights = _weights(subject, folders["other"], layout)
-            files = folders["fp64"] / "last.safetensors", folders["fp64"] / "first.safetensors"
-            found_errors = errors(found[0], weights, expected, *files)
+                found = _on(2, train_sharded, subject, first, LAYOUTS[layout], Path(directory) / "sharded")
+                weights = subject.read(Path(directory) / "sharded").state_dict()
+            found_errors = errors(found, weights, expected, last, subject.read(first).state_dict())
+            del weights
             yield {
                 **{"model": name, "layout": layout, "parameters": expected.parameters, "errors": found_errors},
                 **{"seconds": round(time.monotonic() - start)},
-                **{"trace": asdict(found[0]), "expected": asdict(expected)},
+                **{"trace": asdict(found), "expected": asdict(expected)},
             }
-            del weights
 
 
-def _weights(subject: Subject, folder: Path, layout: str) -> dict[str, Tensor]:
-    if layout == PLAIN:
-        with safe_open(folder / "last.safetensors", "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    return getattr(transformers, subject.model_class).from_pretrained(folder, dtype=torch.float32).state_dict()
+def _on(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns on the first of so many new processes: the memory of old ones is theirs."""
+    found = run_on_ranks(ranks, function, *args, timeout_s=_TIMEOUT_S)
+    stop_pools()
+    return found[0]
 
 
 def page(rows: list[dict[str, Any]]) -> str:

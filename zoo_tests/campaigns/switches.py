@@ -1,12 +1,14 @@
-"""Every switch of the configurations, one at a time: exact, or refused in a sentence, under tp_size=2 and pp_size=2.
+"""Every switch of the configurations, one at a time: exact, or refused in a sentence, on each axis with two ranks.
 
-    python -m zoo_tests.campaigns.switches [--only REGEX] [--layouts tp2,pp2] [--log FILE] [--minutes N]
+    python -m zoo_tests.campaigns.switches [--only REGEX] [--layouts tp2,pp2,sp2,sp2-ulysses,cp2,cp2-ulysses,ep2]
+        [--log FILE] [--minutes N]
         [--output docs/results/switches.md]
 
 A tiny model of one class of each family is trained plainly with one field of its configuration changed, and sharded:
 the loss and every gradient are compared. Fields are truth values; names, with the values that the sources of the family
 compare them with; numbers of key heads; sizes that may be absent; and factors of 1. A change after which the
-parameters, the loss and the gradients are those of before is left out. What is in the log is not trained again.
+parameters, the loss and the gradients are those of before is left out, and so is ep2 without experts. What is in the
+log is not trained again.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.hybrid_parallel.verify.train import Trace, train_reference
+from shardformer.expert_parallel.experts import expert_modules
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, refusal, sharded_verdict
 from zoo_tests.campaigns.census.verdict import EXACT, kind_of
@@ -178,8 +181,9 @@ def judge(plain: PlainRun, head: HeadClass, switch: Switch, layouts: Sequence[st
     if _is_same(plain.trace, switched.trace):
         return None
     if _KEY_HEADS.match(switch.path[-1]):  # stages do not count them
-        layouts = [layout for layout in layouts if "tp2" in layout] or layouts
-    return {layout: sharded_verdict(head, layout, switched) for layout in layouts}
+        layouts = [layout for layout in layouts if layout != "pp2"] or layouts
+    has_experts = next(expert_modules(switched.case.tiny_model.build()), None) is not None
+    return {layout: sharded_verdict(head, layout, switched) for layout in layouts if layout != "ep2" or has_experts}
 
 
 def _is_same(one: Trace, other: Trace) -> bool:

@@ -122,8 +122,9 @@ def test_a_step_does_not_wait_for_the_device(tracer: subprocess.Popen[str], fami
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=pytest.mark.campaign) for each in ("tp2", "pp2 last", "dp2 zero3", "cp2")]
-    + [pytest.param("dp2", marks=pytest.mark.slow)]
+    "layout",
+    [pytest.param(each, marks=pytest.mark.campaign) for each in ("tp2", "pp2 last", "dp2 zero3", "cp2")]
+    + [pytest.param("dp2", marks=pytest.mark.slow)],
 )
 def test_tensors_of_more_values_than_32_bits_count(tracer: subprocess.Popen[str], layout: str) -> None:
     """Embedding and head: places in buckets and shards, and of labels."""

@@ -27,7 +27,7 @@ from plugins.hybrid_parallel.verify.train import (
 )
 from zoo_tests.campaigns.census.classes import HeadClass, training_refused
 from zoo_tests.campaigns.census.verdict import EXACT, NO_ANSWER, NO_PLAN, Share, Verdict
-from zoo_tests.harness.case import LAYOUTS, Layout
+from zoo_tests.harness.case import Layout
 from zoo_tests.harness.ranks import RankError, run_on_ranks
 
 _ROWS, _STEPS = 6, 2
@@ -189,7 +189,7 @@ def _sizes_of(layout: str) -> tuple[Layout, dict[str, Any]]:
     share out experts.
     """
     axes = layout.removesuffix("-ulysses")
-    sizes = LAYOUTS[{"sp2": "tp2", "ep2": "dp2"}.get(axes, axes)]
+    sizes = Layout.named({"sp2": "tp2", "ep2": "dp2"}.get(axes, axes))
     options: dict[str, Any] = {"tp_size": sizes.tp_size, "pp_size": sizes.pp_size, "num_microbatches": sizes.pp_size}
     if sizes.cp_size > 1:
         options["cp_size"] = sizes.cp_size
