@@ -75,7 +75,7 @@ _GEMMA3_270M = {
 }
 _NARROW = {
     **{"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"vocab_size": 4096, "num_hidden_layers": 2, "max_position_embeddings": 8192},
+    **{"vocab_size": 512, "num_hidden_layers": 2, "max_position_embeddings": 8192},
 }
 _BERT_LARGE = {
     **{"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24},
@@ -148,7 +148,7 @@ SUBJECTS = {
     ),
     "Gemma 3 270M, 4 layers": Subject("Gemma3ForCausalLM", "Gemma3TextConfig", _GEMMA3_270M),
     "Llama of 8,192 tokens": Subject(
-        "LlamaForCausalLM", "LlamaConfig", _NARROW, ("cp2", "cp2 all-to-all", "sp2", "pp2"), (8192, 5001)
+        "LlamaForCausalLM", "LlamaConfig", _NARROW, ("cp2", "cp2 all-to-all", "sp2", "pp2"), (8190,)
     ),
 }
 
