@@ -4,7 +4,7 @@
         [--output docs/results/scale.md]
 
 A tiny model shows a wrong formula; it does not show a sum over 10^8 values that rounds, a bucket that is as large as an
-embedding of 128,000 rows, or attention over 8,192 tokens. The weights of the oracle lie on disk: 9 GiB of memory and 8
+embedding of 128,000 rows, or attention over 8,192 tokens. The weights of the oracle lie on disk: 9 GiB of memory and 9
 of disk are enough. What is in the log is not trained again.
 """
 
@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -250,8 +251,10 @@ def measure(name: str, subject: Subject, layouts: list[str]) -> Iterator[dict[st
                 found = _on(1, train_plain, subject, first, torch.float32, other)
                 weights: Weights = load_file(other)
             else:
-                found = _on(2, train_sharded, subject, first, LAYOUTS[layout], Path(directory) / "sharded")
-                weights = subject.read(Path(directory) / "sharded").state_dict()
+                folder = Path(directory) / layout
+                found = _on(2, train_sharded, subject, first, LAYOUTS[layout], folder)
+                weights = subject.read(folder).state_dict()
+                shutil.rmtree(folder)
             found_errors = errors(found, weights, expected, last, subject.read(first).state_dict())
             del weights
             yield {
