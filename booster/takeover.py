@@ -12,7 +12,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -24,6 +24,7 @@ _LENGTH = 2048  # tokens of a sample that the planner assumes, if the model take
 _JOIN_S = 30.0  # within which all ranks are refused
 # Module -> the class in it that is taken over.
 _CLASSES = {
+    "transformers.training_args": "TrainingArguments",
     "transformers.trainer": "Trainer",
     "accelerate.accelerator": "Accelerator",
     "lightning.pytorch.trainer.trainer": "Trainer",
@@ -38,10 +39,20 @@ def install() -> None:
     """Take over what the script will import, if a layout is given, once in this process.
 
     A rank keeps the layout from the processes that it starts, which are no ranks.
+
+    Raises:
+        ConfigurationError: the process runs under another layout already.
     """
     layout = os.environ.pop(VARIABLE, None) if "RANK" in os.environ else os.environ.get(VARIABLE)
-    if layout is not None and not any(isinstance(each, Takeover) for each in sys.meta_path):
-        sys.meta_path.insert(0, Takeover(layout))
+    present = next((each for each in sys.meta_path if isinstance(each, Takeover)), None)
+    if layout is None or (present is not None and present.layout == layout):
+        return
+    if present is not None:
+        raise present._refusal(
+            f"{VARIABLE}={layout} is a second layout of a process that runs under {present.layout}; leave one of them "
+            "out"
+        )
+    sys.meta_path.insert(0, Takeover(layout))
 
 
 class Takeover(MetaPathFinder):
@@ -56,6 +67,7 @@ class Takeover(MetaPathFinder):
 
     def __init__(self, layout: str) -> None:
         self.layout, self.used = layout, ""
+        self._is_planned = layout.startswith("auto")
         self._is_paused, self._plugin = False, None
         self._classes: dict[str, type] = {}
         self._boosted: dict[type, type] = {}
@@ -95,7 +107,9 @@ class Takeover(MetaPathFinder):
                 f"{name}.{known.__name__} is {known.__module__}.{known.__qualname__} in this process, which {VARIABLE}="
                 f"{self.layout} cannot boost; leave out what replaces it"
             )
-        if name == "transformers.trainer":
+        if name == "transformers.training_args":
+            self._count_replicas(known)
+        elif name == "transformers.trainer":
             self._make_by(known, self._trainer_class)
         elif name == "accelerate.accelerator":
             self._make_by(known, self._accelerator_class)
@@ -133,23 +147,58 @@ class Takeover(MetaPathFinder):
         from booster import ConfigurationError
         from booster.plugin import plugin_class
 
-        if self._plugin is None:
-            name, chosen = f"{given.__module__.partition('.')[0]}.{given.__qualname__}", plugin_class()
-            if not self.layout.startswith("auto"):
-                self._plugin = chosen.from_config(self.layout)
+        if not self.used:
+            name = f"{given.__module__.partition('.')[0]}.{given.__qualname__}"
+            if not self._is_planned:
+                self._plugin = self._plugin or plugin_class().from_config(self.layout)
             elif not hasattr(model, "config"):
                 raise ConfigurationError(
                     f"{VARIABLE}={self.layout} plans for the model that a Trainer is given, and {name} is given none; "
                     "use what `booster plan MODEL --output layout.json` finds"
                 )
             else:
-                self._plugin = chosen.planned(self.layout, model, *_sizes_of(model, args))
+                self._plugin = plugin_class().planned(self.layout, model, *_sizes_of(model, args))
             self.used = name
             if dist.get_rank() == 0:
                 sys.stderr.write(f"note: {name} is boosted: {self._plugin.layout} ({VARIABLE}={self.layout})\n")
         return self._plugin
 
     # ----- what is boosted -----
+
+    def _count_replicas(self, known: type) -> None:
+        """Have `world_size` of a Trainer's arguments count replicas before there is a Trainer, if the layout is given.
+
+        Which process is the first in `main_process_first` is still a question of ranks.
+        """
+        finish, first = known.__post_init__, known.main_process_first
+
+        def count() -> int:
+            from booster.plugin import plugin_class
+
+            self._plugin = self._plugin or plugin_class().from_config(self.layout)
+            return self._plugin.dp_size
+
+        @wraps(finish)
+        def __post_init__(args: Any) -> None:  # noqa: N807
+            from booster.integrations.trainer_accelerator import CountedReplicas
+
+            finish(args)
+            if "RANK" in os.environ and not self._is_planned:
+                _join()
+                args.distributed_state = CountedReplicas(count)
+
+        @wraps(first)
+        @contextmanager
+        def main_process_first(args: Any, *further: Any, **options: Any) -> Iterator[None]:
+            from accelerate.state import PartialState
+
+            with ExitStack() as stack:
+                counted, args.distributed_state = args.distributed_state, PartialState()
+                stack.enter_context(first(args, *further, **options))
+                args.distributed_state = counted
+                yield
+
+        known.__post_init__, known.main_process_first = __post_init__, main_process_first
 
     def _make_by(self, known: type, derive: Callable[[type], type]) -> None:
         """Have objects of a class, and of classes that derive from it, made of what `derive` returns for theirs."""

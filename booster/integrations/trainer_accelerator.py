@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,13 +66,13 @@ class CountedReplicas(PartialState):
     which one of all ranks saves and logs.
 
     Args:
-        accelerator: of the Trainer.
+        count: returns the number of replicas.
     """
 
-    def __init__(self, accelerator: TrainerAccelerator) -> None:
+    def __init__(self, count: Callable[[], int]) -> None:
         # accelerate's own object shares its attributes with all others of its class.
         self.__dict__ = {name: value for name, value in PartialState().__dict__.items() if name != "num_processes"}
-        self._accelerator = accelerator
+        self._count = count
 
     def __reduce__(self) -> tuple[type, tuple]:
         return PartialState, ()  # the arguments are saved, and may be opened in a job without a layout
@@ -80,7 +80,7 @@ class CountedReplicas(PartialState):
     @property
     def num_processes(self) -> int:
         """Number of data-parallel replicas."""
-        return self._accelerator.num_processes
+        return self._count()
 
 
 class TrainerAccelerator(Accelerator):

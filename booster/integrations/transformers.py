@@ -94,7 +94,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         self.args._n_gpu = min(self.args.n_gpu, 1)
         super().create_accelerator_and_postprocess()
         self.accelerator = TrainerAccelerator(plugin=self.plugin, **self._accelerator_options)
-        self.args.distributed_state = CountedReplicas(self.accelerator)
+        self.args.distributed_state = CountedReplicas(lambda: self.accelerator.num_processes)
         # The same method of the accelerator as Trainer has taken, with the same options.
         gather, options = self.accelerator.gather_for_metrics, getattr(self.gather_function, "keywords", {})
         self.gather_function = functools.partial(gather, **options)

@@ -47,7 +47,13 @@ def arguments(kind=TrainingArguments, **options):
 
 
 def with_trainer(kind=Trainer, **options):
-    trainer = kind(model=model(), args=arguments(), train_dataset=rows(), **options)
+    args, prepared = arguments(), Path(sys.argv[2], "prepared")
+    counted = args.world_size
+    with args.main_process_first():  # of all ranks, however many replicas there are
+        assert prepared.exists() or os.environ.get("RANK", "0") == "0"
+        prepared.touch()
+    trainer = kind(model=model(), args=args, train_dataset=rows(), **options)
+    assert trainer.args.world_size == counted == trainer.accelerator.num_processes
     assert isinstance(trainer, kind) and type(trainer).__name__ == kind.__name__
     assert pickle.loads(pickle.dumps(kind)) is kind and kind.__name__ in repr(type(trainer))
     trainer.train()
