@@ -240,6 +240,7 @@ class HybridParallelPlugin(Plugin):
             self._check_sum(is_asked, synchronises)
         if optimizer.num_steps < FIRST_STEPS:
             check_loss(loss.detach(), self.grid)
+            self._labels.check_factor(loss, kind is LossKind.MEAN_OF_ROWS)
             if count is not None:
                 check_loss(torch.as_tensor(count).detach(), self.grid, "count of the loss")
             if synchronises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -62,6 +63,7 @@ class LabelCounts:
     """Says once where a mean over labels is not that of the global batch, because replicas have other counts a row.
 
     The number of labels is that of torch's cross entropy in the loss, or else of the labels that the model was given.
+    So it does where a script multiplies its loss by the number of processes, which it does not need here.
 
     Args:
         mesh: the grid of ranks.
@@ -70,6 +72,25 @@ class LabelCounts:
     def __init__(self, mesh: HybridMesh) -> None:
         self._mesh = mesh
         self._passes_left = _COMPARED_PASSES if mesh.size("dp") > 1 else 0
+        self._is_factor_known = False
+
+    def check_factor(self, loss: Tensor, by_rows: bool) -> None:
+        """Say that a loss is multiplied by the number of ranks, or of replicas that count by their rows.
+
+        Args:
+            loss: of a script, 0-d.
+            by_rows: whether replicas count by their rows.
+        """
+        ranks, replicas = dist.get_world_size(), self._mesh.size("dp")
+        counted = {count for count, is_wrong in ((ranks, ranks != replicas), (replicas, by_rows)) if is_wrong} - {1}
+        found = counted.intersection(_factors_of(loss))
+        if found and not self._is_factor_known and dist.get_rank() == 0:
+            _log.warning(
+                "the loss is multiplied by %d, as by a number of processes (%d ranks, %d replicas); its gradients are "
+                "those of all rows without it: leave it out, or read accelerator.num_processes after the model's call",
+                *(found.pop(), ranks, replicas),
+            )
+            self._is_factor_known = True
 
     def compare(self, loss: Tensor, batch: HasLabels) -> None:
         """Compare the counts of all replicas; each of them must call this.
@@ -96,6 +117,17 @@ class LabelCounts:
                 "the sum over labels and their number",
                 *(most, rows_of_most, least, rows_of_least),
             )
+
+
+def _factors_of(loss: Tensor) -> Iterator[float]:
+    """Yield the numbers that a script has multiplied its loss by, the last first."""
+    node = loss.grad_fn
+    while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
+        factor = node._saved_other
+        if node.name() == "MulBackward0" and factor is not None and factor.dim() == 0 and factor.device.type == "cpu":
+            yield float(factor)
+        inputs = [each for each, _ in node.next_functions if each is not None]
+        node = inputs[0] if len(inputs) == 1 else None
 
 
 def _labels_in(loss: Tensor, labels: Any) -> Tensor | float:

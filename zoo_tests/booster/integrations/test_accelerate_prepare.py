@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -25,6 +26,7 @@ from booster.errors import ConfigurationError
 from booster.integrations.accelerate import Accelerator
 from booster.integrations.prepared_loader import PreparedLoader
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.zero import backward_checks
 from zoo_tests.booster.integrations.accelerate_loop import LAYOUTS, bert, collate, fresh_accelerate, loader, samples
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 
@@ -200,6 +202,26 @@ def _undo_an_average(layout: dict[str, Any], rows: int) -> None:
 def test_losses_times_processes_are_those_of_one_process(ranks: int, layout: dict[str, Any], rows: int) -> None:
     """The last batch has one or three rows for two replicas; labels differ from row to row."""
     run_on_ranks(ranks, _undo_an_average, layout, rows)
+
+
+@distributed(2)
+def test_a_number_of_processes_that_no_gradient_needs_is_said() -> None:
+    """Recipes of accelerate read it after the model's call."""
+    cases: list[tuple[str, Any, bool]] = [
+        ("tp2", lambda loss, accelerator, stored: loss * dist.get_world_size() / 3, True),
+        ("dp2", lambda loss, accelerator, stored: stored * loss, True),
+        ("dp2", lambda loss, accelerator, stored: loss * accelerator.num_processes, False),
+        ("tp2", lambda loss, accelerator, stored: loss * 3, False),
+    ]
+    for layout, times, is_said in cases:
+        with fresh_accelerate(), mock.patch.object(backward_checks._log, "warning") as warn:
+            accelerator, model = _accelerator(layout), bert()
+            stored = accelerator.num_processes
+            model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+            for _ in range(2):
+                accelerator.backward(times(model(**collate(samples(6))).loss, accelerator, stored))
+            said = [call for call in warn.call_args_list if call.args[0].startswith("the loss is multiplied by")]
+            assert len(said) == (is_said and dist.get_rank() == 0)
 
 
 @distributed(2)
