@@ -18,7 +18,7 @@ import torch
 from booster import ConfigurationError
 from booster.cli.run import main
 from booster.failure.failure_report import LAYOUT_VARIABLE, Failure
-from booster.takeover import VARIABLE, Takeover
+from booster.takeover import VARIABLE, Takeover, install
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.config.json_layout import options_of_text
 from zoo_tests.harness.environment import REPOSITORY, environment_of_a_job
@@ -72,7 +72,8 @@ def test_text_gives_options(text: str, options: dict | None) -> None:
         ("tp=two", "tp_size='two' is not a positive integer"),
         ("tp=2,tp_size=2", "gives tp_size twice"),
         ("tp=", "where option=value is due"),
-        ("tp2", "tp2 does not exist; give a JSON file"),
+        ("tp2", "'tp2' is no file; give one of"),
+        ("", "'' is no file"),
         ("tp=3", "world size 2 is not a multiple of tp_size"),
         ("auto,memory=much", "'much' is no amount of memory"),
     ],
@@ -88,6 +89,16 @@ def test_two_layouts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "pp=2")
     with pytest.raises(ConfigurationError, match="--layout tp=2 and BOOSTER_LAYOUT=pp=2 are two layouts"):
         main(["--nproc-per-node", "2", "--layout", "tp=2", str(_JOB)])
+
+
+def test_a_second_layout_in_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setenv(VARIABLE, "tp=2")
+    install()
+    install()
+    monkeypatch.setenv(VARIABLE, "pp=2")
+    with pytest.raises(ConfigurationError, match="BOOSTER_LAYOUT=pp=2 is a second layout of a process that runs under"):
+        install()
 
 
 def test_objects_are_made_of_derived_classes() -> None:
@@ -180,10 +191,11 @@ def test_the_variable_does_the_same(start: list[str], plain: dict, tmp_path: Pat
 
 @pytest.mark.slow
 def test_accelerate_launch_does_the_same(plain: dict, tmp_path: Path) -> None:
-    start = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    """`--multi_gpu` starts several ranks, also without GPUs."""
+    start = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     paths = os.pathsep.join([str(_START), str(REPOSITORY)])
-    ended = run(start, "with_accelerate", tmp_path, **{VARIABLE: "zero_stage=2", "PYTHONPATH": paths})
-    assert ended.returncode == 0 and "is boosted: tp 1" in ended.stderr, ended.stderr
+    ended = run(start, "with_accelerate", tmp_path, **{VARIABLE: "tp=2", "PYTHONPATH": paths})
+    assert ended.returncode == 0 and "is boosted: tp 2" in ended.stderr, ended.stderr
     torch.testing.assert_close(losses_in(tmp_path), plain["with_accelerate"], **_EXACT)
 
 

@@ -90,7 +90,7 @@ def options_at(config: str | Path | dict[str, Any]) -> dict[str, Any]:
             return options_of_text(config)
         if not path.is_file():
             raise ConfigurationError(
-                f"{path} does not exist; give a JSON file of HybridParallelPlugin options, or a text such as tp=2,pp=2"
+                f"{str(config)!r} is no file; give one of HybridParallelPlugin options, or text such as tp=2,pp=2"
             )
         try:
             config = read_json_object(path)
