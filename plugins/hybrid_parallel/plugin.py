@@ -226,8 +226,7 @@ class HybridParallelPlugin(Plugin):
         """
         check_boosted_optimizer(optimizer)
         loss, count = loss_and_count(loss)
-        kind = LossKind.MEAN_OF_ROWS if by_rows else LossKind.MEAN_OF_REPLICAS
-        kind = kind if count is None else LossKind.SUM
+        kind = LossKind.SUM if count is not None else LossKind.MEAN_OF_ROWS if by_rows else LossKind.MEAN_OF_REPLICAS
         if self.pp_size > 1:
             agree(self.grid, f"calls booster.backward with {kind.value}")
         if self.tp_size > 1:

@@ -1,9 +1,10 @@
 """Runs public scripts plainly and under layouts, with no line changed.
 
-    python -m zoo_tests.campaigns.clients --scripts FOLDER --output docs/results/scripts.md
+    python -m zoo_tests.campaigns.clients --scripts FOLDER --log FILE --output docs/results/scripts.md
 
 The scripts are those of installed packages, and those of the folders that are named. What is compared: every number
-that a script logs or writes as JSON, and the weights that it saves, which plain transformers opens.
+that a script logs or writes as JSON, and the weights that it saves, which plain transformers opens. What is in the log
+is not run again.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from booster.takeover import VARIABLE
 from zoo_tests.campaigns.clients.jobs import LAYOUTS, Job, jobs
@@ -27,7 +30,7 @@ from zoo_tests.campaigns.clients.material import write
 from zoo_tests.harness.environment import environment_of_a_job
 from zoo_tests.scripts.outcome import CRASHES, DIFFERS, EXACT, HANGS, REFUSED, Outcome, head_of_table, put_into
 
-_LIMIT_S = 400
+_LIMIT_S, _TIMED_OUT = 400, 124
 _BATCH = 4
 _LOGGED = re.compile(r"\{'[a-z].*\}|epoch \d+: .*|.*(?:perplexity|accuracy): .*", re.IGNORECASE)
 _NUMBER = re.compile(r"'?(\w+)'?: '?(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b")
@@ -43,44 +46,46 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of files")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--output", type=Path, help="the page whose table is written")
+    parser.add_argument("--log", type=Path, help="a file of lines of JSON, one for each run")
     options = parser.parse_args()
     known, unknown = jobs(options.scripts)
-    known = [job for job in known if not options.only or job.path.name in options.only]
-    outcomes: dict[tuple[str, str], Outcome] = {}
+    known = [job for job in known if not options.only or job.name in options.only]
+    log = options.log.read_text().splitlines() if options.log is not None and options.log.exists() else []
+    lines = map(json.loads, log)
+    outcomes = {(name, layout): Outcome(kind, detail) for name, layout, kind, detail in lines}
     with tempfile.TemporaryDirectory() as place:
         write(Path(place))
         for job in known:
-            for layout, outcome in compare(job, options.layouts, Path(place)).items():
-                outcomes[job.path.name, layout] = outcome
-                print(f"{job.path.name:28} {layout:7} {outcome.kind:8} {outcome.detail[:600]}", flush=True)
+            missing = [layout for layout in options.layouts if (job.name, layout) not in outcomes]
+            for layout, outcome in compare(job, missing, Path(place)):
+                outcomes[job.name, layout] = outcome
+                print(f"{job.name:28} {layout:7} {outcome.kind:8} {outcome.detail[:600]}", flush=True)
+                if options.log is not None:
+                    with options.log.open("a") as file:
+                        file.write(json.dumps([job.name, layout, outcome.kind, outcome.detail]) + "\n")
     for path in unknown:
         print(f"{path.name:28} no arguments are known that make it small")
     if options.output is not None:
         put_into(options.output, "clients", table(outcomes, options.layouts))
 
 
-def compare(job: Job, layouts: list[str], place: Path) -> dict[str, Outcome]:
-    """Run a script plainly and under layouts: layout -> how that went."""
-    expected: dict[int, tuple[Values, dict]] = {}
-    outcomes = {}
+def compare(job: Job, layouts: list[str], place: Path) -> Iterator[tuple[str, Outcome]]:
+    """Run a script plainly and under layouts; yield each layout and how that went."""
+    expected: dict[int, tuple[Values, dict] | Outcome] = {}  # of so many processes
     for layout in layouts:
         ranks, text, replicas = LAYOUTS[layout]
         processes = 1 if job.has_batch else replicas
         if processes not in expected:
             start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
             ended, plain = _run(start, job, _BATCH, place)
-            if ended.returncode:
-                said = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}"]
-                return outcomes | {layout: Outcome("does not run plainly", said[0])}
-            expected[processes] = plain
-        start = ["-m", "booster", "run", "--nproc-per-node", str(ranks), "--layout", text]
-        try:
-            ended, found = _run(start, job, _BATCH // replicas if job.has_batch else _BATCH, place)
-        except subprocess.TimeoutExpired:
-            outcomes[layout] = Outcome(HANGS, f"after {_LIMIT_S} s")
+            failed = Outcome("does not run plainly", _last_error(ended))
+            expected[processes] = failed if ended.returncode else plain
+        wanted = expected[processes]
+        if isinstance(wanted, Outcome):
+            yield layout, wanted
             continue
-        outcomes[layout] = _judge(ended, expected[processes], found)
-    return outcomes
+        start = ["-m", "booster", "run", "--nproc-per-node", str(ranks), "--layout", text]
+        yield layout, _judge(*_run(start, job, _BATCH // replicas if job.has_batch else _BATCH, place), wanted)
 
 
 def _run(
@@ -92,17 +97,29 @@ def _run(
     environment = environment_of_a_job(HF_HUB_OFFLINE="1", HF_HOME=str(place / "cache"), OMP_NUM_THREADS="1")
     environment["PYTHONPATH"] += os.pathsep + str(place)
     command = [sys.executable, *start, *job.command(out, batch)]
-    ended = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
+    options: dict = {"cwd": place, "env": environment, "capture_output": True, "text": True, "timeout": _LIMIT_S}
+    try:
+        ended = subprocess.run(command, **options)
+    except subprocess.TimeoutExpired:
+        ended = subprocess.CompletedProcess(command, _TIMED_OUT, "", f"not ended after {_LIMIT_S} s")
     return ended, (_values(ended.stdout + ended.stderr, out), _weights(out))
 
 
-def _judge(ended: subprocess.CompletedProcess, expected: tuple[Values, dict], found: tuple[Values, dict]) -> Outcome:
+def _last_error(ended: subprocess.CompletedProcess) -> str:
+    lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+    errors = [line for line in lines if re.search(r"\w(Error|Exception)\b.*: ", line)]
+    return (errors or lines)[-1]
+
+
+def _judge(ended: subprocess.CompletedProcess, found: tuple[Values, dict], expected: tuple[Values, dict]) -> Outcome:
+    if ended.returncode == _TIMED_OUT:
+        return Outcome(HANGS, ended.stderr)
     if ended.returncode:
         sentences = _SENTENCE.findall(ended.stderr)
         if len(set(sentences)) == 1 and "Traceback" not in ended.stderr:
             return Outcome(REFUSED, sentences[0])
-        errors = [line for line in ended.stderr.splitlines() if re.search(r"\w(Error|Exception)\b.*: ", line)]
-        return Outcome(CRASHES, ([*sentences[:1], *errors[-1:]] or ended.stderr.splitlines()[-1:] or [""])[-1])
+        said = _last_error(ended)
+        return Outcome("fails a check of its own" if "AssertionError: " in said else CRASHES, said)
     if f"{VARIABLE}=" in ended.stderr and "was not used" in ended.stderr:
         return Outcome("not taken over", "it makes no Trainer, Accelerator or Fabric")
     for name, wanted in expected[0].items():
@@ -140,8 +157,9 @@ def _weights(out: Path) -> dict[str, Any]:
     """The weights that a script has saved, as plain `from_pretrained` opens them."""
     import transformers
 
+    adapters = {name: each for file in out.glob("adapter_model.safetensors") for name, each in load_file(file).items()}
     if not list(out.glob("model*.safetensors")):
-        return {}
+        return adapters
     architecture = json.loads((out / "config.json").read_text())["architectures"][0]
     return dict(getattr(transformers, architecture).from_pretrained(out, dtype=torch.float32).state_dict())
 
@@ -150,14 +168,14 @@ def table(outcomes: dict[tuple[str, str], Outcome], layouts: list[str]) -> str:
     """The table of scripts and layouts, and what was not exact."""
     lines = head_of_table([outcome.kind for outcome in outcomes.values()], ["Script", "Lines changed", *layouts])
     for script in dict.fromkeys(name for name, _ in outcomes):
-        cells = [outcomes.get((script, layout), Outcome("")).kind for layout in layouts]
+        cells = [outcomes.get((script, layout), Outcome("not run")).kind for layout in layouts]
         lines.append(f"| {script} | 0 | {' | '.join(cells)} |")
     lines += ["", "What was not exact:", ""]
-    lines += [
-        f"- {script} {layout}: {outcome.detail}"
-        for (script, layout), outcome in outcomes.items()
-        if outcome.kind not in (EXACT, "passes")
-    ]
+    said: dict[tuple[str, str], list[str]] = {}
+    for (script, layout), outcome in outcomes.items():
+        if outcome.kind not in (EXACT, "passes"):
+            said.setdefault((script, outcome.detail), []).append(layout)
+    lines += [f"- {script}, {', '.join(found)}: {detail}" for (script, detail), found in said.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -18,49 +18,92 @@ _TRAINER = (
     "--output_dir OUT --max_steps 5 --logging_steps 1 --report_to none --use_cpu --seed 3 --disable_tqdm True "
     "--per_device_train_batch_size BATCH --per_device_eval_batch_size BATCH --save_strategy no --learning_rate 1e-3"
 )
-_TRL = f"{_TRAINER} --eval_strategy steps --eval_steps 3 --bf16 False --gradient_checkpointing False --dtype float32"
-_EXAMPLE = f"{_TRAINER} --do_train --do_eval --train_file ROWS/train.json --validation_file ROWS/test.json"
+_TRL = f"{_TRAINER} --bf16 False --gradient_checkpointing False --dtype float32"
+_EVALUATED = f"{_TRL} --eval_strategy steps --eval_steps 3"
+_GENERATED = f"{_TRL} --max_completion_length 4 --dataset_name prompts --model_name_or_path causal"
+_EXAMPLE = f"{_TRAINER} --do_train --do_eval"
 _LOOP = (
     "--output_dir OUT --max_train_steps 5 --per_device_train_batch_size BATCH --per_device_eval_batch_size BATCH "
-    "--seed 3 --train_file ROWS/train.json --validation_file ROWS/test.json --learning_rate 1e-3"
+    "--seed 3 --learning_rate 1e-3"
 )
-_S2S = f"{_EXAMPLE} --model_name_or_path t5 --predict_with_generate --max_target_length 8 --val_max_target_length 8"
-_NEXT = "--num_beams 2"
-# Name of a script's file -> its arguments; ROWS/ is a folder of rows.
+_S2S = "--predict_with_generate --max_target_length 8 --val_max_target_length 8"
+_SUMMARY = "--text_column text --summary_column summary --num_beams 2"
+_LANGUAGES = "--source_lang en --target_lang de"
+_BLOCKS, _PIECES = "--block_size 16", "--max_seq_length 32 --doc_stride 8"
+_FOLDERS = "--train_dir images/train --validation_dir images/test --image_column_name image --label_column_name label"
+_MASKED = "--dataset_name imagefolder --train_dir images/train/** --image_column_name image --train_val_split 0.2"
+_PATCHES = f"{_MASKED} --mask_patch_size 8"
+# Scripts of transformers, without `run_`: kind of model, kind of rows, arguments, of the loops without a Trainer too.
+_EXAMPLES = {
+    "clm": ("causal", "texts", _BLOCKS, ""),
+    "mlm": ("bert", "texts", "--max_seq_length 16", ""),
+    "fim": ("causal", "texts", f"{_BLOCKS} --fim_rate 0.5 --attn_implementation eager", f"{_BLOCKS} --fim_rate 0.5"),
+    "plm": ("xlnet", "texts", "--max_seq_length 16 --max_span_length 3", None),
+    "glue": ("bert", "classes", "--max_seq_length 32", "--max_length 32"),
+    "classification": ("bert", "classes", "--text_column_names sentence1,sentence2 --metric_name accuracy", None),
+    "ner": ("bert", "tags", "", ""),
+    "qa": ("bert", "questions", _PIECES, ""),
+    "qa_beam_search": ("xlnet", "questions", f"{_PIECES} --n_best_size 4", ""),
+    "seq2seq_qa": ("t5", "questions", "--predict_with_generate --max_seq_length 32 --max_answer_length 8", None),
+    "swag": ("bert", "choices", "", ""),
+    "summarization": ("t5", "summaries", f"{_S2S} {_SUMMARY}", f"{_SUMMARY} --max_target_length 8"),
+    "translation": ("t5", "translations", f"{_S2S} {_LANGUAGES}", f"{_LANGUAGES} --max_target_length 8"),
+    "clip": ("clip", "captions", "--remove_unused_columns False", None),
+    "image_classification": ("vit", None, f"{_FOLDERS} --remove_unused_columns False", _FOLDERS),
+    "mae": ("mae", None, f"{_MASKED} --remove_unused_columns False --base_learning_rate 0.1", None),
+    "mim": ("vit", None, f"{_PATCHES} --remove_unused_columns False", _PATCHES),
+    "xnli": ("bert", None, "--language en --max_seq_length 32", None),
+}
+# Whose samples draw random numbers, so that they depend on how many processes load them: compared with as many.
+_DRAWN = ("mlm", "plm", "image_classification", "mae", "mim")
+
+
+def _examples() -> dict[str, str]:
+    found = {}
+    for name, (model, rows, arguments, of_loop) in _EXAMPLES.items():
+        files = f" --train_file {rows}/train.json --validation_file {rows}/test.json" if rows is not None else ""
+        start = f"--model_name_or_path {model}{files}"
+        of_loop = of_loop if of_loop != "" else arguments
+        for file, rest in ((f"run_{name}.py", f"{arguments} {_EXAMPLE}"), (f"run_{name}_no_trainer.py", of_loop)):
+            if rest is not None:
+                rest = rest if rest is not of_loop else f"{rest} {_LOOP}"
+                found[file] = f"{start} {rest}".replace("BATCH", "4" if name in _DRAWN else "BATCH")
+    return found
+
+
+# Name of a script's file, or of its folder and file -> its arguments.
 ARGUMENTS = {
-    "sft.py": f"--model_name_or_path causal --dataset_name texts {_TRL}",
-    "dpo.py": f"--model_name_or_path causal --dataset_name pairs {_TRL}",
-    "kto.py": f"--model_name_or_path causal --dataset_name marks {_TRL}",
-    "reward.py": f"--model_name_or_path reward --dataset_name answers {_TRL}",
-    "run_clm.py": f"--model_name_or_path causal --block_size 16 {_EXAMPLE}".replace("ROWS", "texts"),
-    "run_mlm.py": f"--model_name_or_path bert --max_seq_length 16 {_EXAMPLE}".replace("ROWS", "texts"),
-    "run_glue.py": f"--model_name_or_path bert --max_seq_length 32 {_EXAMPLE}".replace("ROWS", "classes"),
-    "run_ner.py": f"--model_name_or_path bert {_EXAMPLE}".replace("ROWS", "tags"),
-    "run_qa.py": f"--model_name_or_path bert --max_seq_length 32 --doc_stride 8 {_EXAMPLE}".replace(
-        "ROWS", "questions"
-    ),
-    "run_summarization.py": f"{_S2S} {_NEXT} --text_column text --summary_column summary".replace("ROWS", "summaries"),
-    "run_translation.py": f"{_S2S} --source_lang en --target_lang de".replace("ROWS", "translations"),
-    "run_clm_no_trainer.py": f"--model_name_or_path causal --block_size 16 {_LOOP}".replace("ROWS", "texts"),
-    "run_glue_no_trainer.py": f"--model_name_or_path bert --max_length 32 {_LOOP}".replace("ROWS", "classes"),
-    "run_ner_no_trainer.py": f"--model_name_or_path bert {_LOOP}".replace("ROWS", "tags"),
+    **_examples(),
+    "sft.py": f"--model_name_or_path causal --dataset_name texts {_EVALUATED}",
+    "dpo.py": f"--model_name_or_path causal --dataset_name pairs {_EVALUATED}",
+    "kto.py": f"--model_name_or_path causal --dataset_name marks {_EVALUATED}",
+    "reward.py": f"--model_name_or_path reward --dataset_name answers {_EVALUATED}",
+    "distillation.py": f"{_GENERATED} --teacher_model_name_or_path causal",
+    "grpo.py": f"{_GENERATED} --num_generations 2 --reward_model_name_or_path reward",
+    "rloo.py": f"{_GENERATED} --num_generations 2 --reward_model_name_or_path reward",
     **dict.fromkeys(
         (
             *("nlp_example.py", "complete_nlp_example.py", "gradient_accumulation.py", "early_stopping.py"),
             *("local_sgd.py", "memory.py", "multi_process_metrics.py", "profiler.py", "ddp_comm_hook.py"),
-            *("automatic_gradient_accumulation.py", "cross_validation.py"),
+            *("automatic_gradient_accumulation.py", "cross_validation.py", "tracking.py", "checkpointing.py"),
         ),
         "--cpu",
     ),
+    "test_checkpointing.py": "--model_name_or_path bert-base-cased --output_dir OUT --num_epochs 2",
+    "test_performance.py": "--model_name_or_path bert-base-cased --output_dir OUT --num_epochs 2",
     **dict.fromkeys(
         ("test_script.py", "test_sync.py", "test_ops.py", "test_distributed_data_loop.py", "test_metrics.py"), ""
     ),
+    "bug_report/bug_report_model.py": "",
+    "basics/transformer.py": "",
+    "language_model/train.py": "",
 }
+_ACCELERATE = ("test_script", "test_sync", "test_ops", "test_distributed_data_loop")
+_DEPENDING = ("test_metrics", "test_checkpointing", "test_performance")
 _INSTALLED = {
-    "trl": ("scripts/sft.py", "scripts/dpo.py", "scripts/kto.py", "scripts/reward.py"),
+    "trl": tuple(f"scripts/{name}.py" for name in ("sft", "dpo", "kto", "reward", "distillation", "grpo", "rloo")),
     "accelerate": tuple(
-        f"test_utils/scripts/{name}.py"
-        for name in ("test_script", "test_sync", "test_ops", "test_distributed_data_loop", "external_deps/test_metrics")
+        f"test_utils/scripts/{name}.py" for name in (*_ACCELERATE, *(f"external_deps/{name}" for name in _DEPENDING))
     ),
 }
 
@@ -78,6 +121,12 @@ class Job:
     arguments: str
 
     @property
+    def name(self) -> str:
+        """As the table calls it: its file, with the folder where that tells what it is."""
+        longer = f"{self.path.parent.name}/{self.path.name}"
+        return longer if longer in ARGUMENTS else self.path.name
+
+    @property
     def has_batch(self) -> bool:
         """Whether replicas can share the batch of one process; else they are compared with as many processes."""
         return "BATCH" in self.arguments
@@ -93,5 +142,6 @@ def jobs(folders: list[Path]) -> tuple[list[Job], list[Path]]:
         spec = find_spec(package)
         paths += [Path(spec.origin).parent / file for file in files] if spec is not None and spec.origin else []
     paths += [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    known = [Job(path, ARGUMENTS[path.name]) for path in paths if path.name in ARGUMENTS]
-    return known, [path for path in paths if path.name not in ARGUMENTS]
+    of_path = {path: ARGUMENTS.get(f"{path.parent.name}/{path.name}", ARGUMENTS.get(path.name)) for path in paths}
+    known = [Job(path, arguments) for path, arguments in of_path.items() if arguments is not None]
+    return known, [path for path, arguments in of_path.items() if arguments is None]

@@ -1,9 +1,10 @@
-"""What public scripts read: a tiny model of each kind with its tokenizer, rows as files, and a metric."""
+"""What public scripts read: a tiny model of each kind with its tokenizer, rows and images as files, and a metric."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,13 +40,42 @@ def _flat(values):
     return [each for value in values for each in _flat(value)] if isinstance(values, (list, tuple)) else [values]
 '''
 
+# `nltk` fetches what splits sentences.
+_SENTENCES = '''"""Sentences of a text."""
+from types import SimpleNamespace
+
+data = SimpleNamespace(find=lambda name: name)
+
+def sent_tokenize(text):
+    return text.split(". ")
+'''
+_PIXELS = {"image_size": 16, "patch_size": 4}
+_PROCESSOR = {
+    "size": {"height": 16, "width": 16}, "do_resize": True, "do_rescale": True, "do_normalize": True,
+    "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
+
 
 def write(folder: Path) -> None:
     """Write all of it; scripts run in this folder."""
     (folder / "evaluate.py").write_text(_METRIC)
+    (folder / "nltk.py").write_text(_SENTENCES)
     torch.manual_seed(0)
     tokenizer = _tokenizer()
-    size = len(tokenizer)
+    models = _models(len(tokenizer))
+    for name, model in models.items():
+        for parameter in model.parameters():  # norms and biases that are neither 1 nor 0
+            parameter.data.add_(0.02 * torch.randn_like(parameter))
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    for name, kind in (("vit", "ViT"), ("mae", "ViT"), ("clip", "CLIP")):
+        processor = _PROCESSOR | {"image_processor_type": f"{kind}ImageProcessor"}
+        (folder / name / "preprocessor_config.json").write_text(json.dumps(processor))
+    _write_rows(folder)
+
+
+def _models(size: int) -> dict[str, transformers.PreTrainedModel]:
+    """A tiny model of each kind, for so many tokens, by the name of its folder."""
     llama = transformers.LlamaConfig(
         vocab_size=size, num_key_value_heads=2, pad_token_id=0, eos_token_id=5, max_position_embeddings=128, **_SIZES
     )
@@ -54,21 +84,28 @@ def write(folder: Path) -> None:
         vocab_size=size, d_model=32, d_kv=8, d_ff=56, num_layers=2, num_heads=4, decoder_start_token_id=0,
         dropout_rate=0.0, eos_token_id=5,
     )  # fmt: skip
-    models = {
+    xlnet = transformers.XLNetConfig(vocab_size=size, d_model=32, n_layer=2, n_head=4, d_inner=56, dropout=0.0)
+    vit = transformers.ViTConfig(**_PIXELS, encoder_stride=4, **_SIZES, **_NO_DROPOUT)
+    mae = transformers.ViTMAEConfig(
+        **_PIXELS, **_SIZES, **_NO_DROPOUT, decoder_hidden_size=24, decoder_intermediate_size=40,
+        decoder_num_attention_heads=4, decoder_num_hidden_layers=2,
+    )  # fmt: skip
+    text = {"vocab_size": size, "eos_token_id": 5, "max_position_embeddings": 128}
+    clip = transformers.CLIPConfig(text_config=text | _SIZES, vision_config=_PIXELS | _SIZES, projection_dim=24)
+    return {
         "causal": transformers.LlamaForCausalLM(llama),
         "reward": transformers.LlamaForSequenceClassification(
             transformers.LlamaConfig(**llama.to_dict() | {"num_labels": 1})
         ),
         "bert": transformers.BertForMaskedLM(bert),
         "bert-base-cased": transformers.BertForMaskedLM(bert),  # which accelerate's examples name
+        "hf-internal-testing/mrpc-bert-base-cased": transformers.BertForSequenceClassification(bert),
         "t5": transformers.T5ForConditionalGeneration(t5),
+        "xlnet": transformers.XLNetLMHeadModel(xlnet),
+        "vit": transformers.ViTForMaskedImageModeling(vit),
+        "mae": transformers.ViTMAEForPreTraining(mae),
+        "clip": transformers.CLIPModel(clip),
     }
-    for name, model in models.items():
-        for parameter in model.parameters():  # norms and biases that are neither 1 nor 0
-            parameter.data.add_(0.02 * torch.randn_like(parameter))
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    _write_rows(folder)
 
 
 def _tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -102,6 +139,11 @@ def _write_rows(folder: Path) -> None:
         "tags": lambda: {"tokens": (words := text().split()), "ner_tags": [f"B-{len(word) % 2}" for word in words]},
         "questions": context,
         "summaries": lambda: {"text": text(), "summary": text(2, 5)},
+        "choices": lambda: (
+            {"sent1": text(), "sent2": text(1, 2), "label": draw.randrange(4)}
+            | {f"ending{number}": text(2, 5) for number in range(4)}
+        ),
+        "prompts": lambda: {"prompt": text()},
         "translations": lambda: {"translation": {"en": text(), "de": text(3, 6)}},
     }
     for kind, row in kinds.items():
@@ -110,17 +152,39 @@ def _write_rows(folder: Path) -> None:
             rows = [row() for _ in range(count)]
             if kind == "marks":  # both labels in each batch
                 rows = [each | {"label": bool(at % 2)} for at, each in enumerate(rows)]
-            (folder / kind / f"{split}.json").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    _write_glue(folder, kinds["classes"])
+            lines = "".join(json.dumps(each) + "\n" for each in rows)
+            (folder / kind / f"{split}.json").write_text(json.dumps({"data": rows}) if kind == "questions" else lines)
+    _write_images(folder, text)
+    _write_hub(folder / "nyu-mll" / "glue", "mrpc", lambda: kinds["classes"]() | {"idx": draw.randrange(99)})
+    _write_hub(folder / "facebook" / "xnli", "en", lambda: {"premise": text(), "hypothesis": text(), "label": 1})
+    (folder / "data").mkdir()
+    (folder / "data" / "wikitext-2.txt").write_text("\n".join(text() for _ in range(490)))  # of Lightning's examples
 
 
-def _write_glue(folder: Path, row) -> None:
-    """Where scripts that load `nyu-mll/glue` look first: a folder of that name."""
-    glue = folder / "nyu-mll" / "glue"
-    glue.mkdir(parents=True)
+def _write_images(folder: Path, text: Callable[[], str]) -> None:
+    """Small images in a folder for each class, and rows of captions."""
+    from PIL import Image
+
+    draw = torch.Generator().manual_seed(7)
+    (folder / "captions").mkdir()
+    for split, count in (("train", 22), ("test", 7)):
+        rows = []
+        for at in range(count):
+            file = folder / "images" / split / "ab"[at % 2] / f"{at}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(torch.randint(256, (20, 20, 3), dtype=torch.uint8, generator=draw).numpy()).save(file)
+            rows.append(json.dumps({"image_path": str(file), "caption": text()}) + "\n")
+        (folder / "captions" / f"{split}.json").write_text("".join(rows))
+
+
+def _write_hub(place: Path, name: str, row: Callable[[], dict]) -> None:
+    """Where scripts that load a data set by its name look first: a folder of that name."""
+    place.mkdir(parents=True)
     parts = {"train": 70, "validation": 37, "test": 5}
     for part, count in parts.items():
-        rows = (row() | {"idx": at} for at in range(count))
-        (glue / f"{part}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        (place / f"{part}.jsonl").write_text("".join(json.dumps(row()) + "\n" for _ in range(count)))
     files = "".join(f"  - split: {part}\n    path: {part}.jsonl\n" for part in parts)
-    (glue / "README.md").write_text(f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}---\n")
+    head = f"configs:\n- config_name: {name}\n  data_files:\n{files}dataset_info:\n- config_name: {name}\n  features:\n"
+    kinds = {"label": {"class_label": {"names": {"0": "no", "1": "yes"}}}, "idx": "int32"}
+    features = "".join(f"  - name: {key}\n    dtype: {json.dumps(kinds.get(key, 'string'))}\n" for key in row())
+    (place / "README.md").write_text(f"---\n{head}{features}---\n")
