@@ -39,14 +39,12 @@ from plugins.hybrid_parallel.elastic.layouts import for_present_ranks
 from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas, share_of_counted
 from plugins.hybrid_parallel.loss.replica_losses import LossKind, loss_and_count, over_replicas
 from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given, remember_as_boosted
-from plugins.hybrid_parallel.setup.model import build_model, check_options_against_model
-from plugins.hybrid_parallel.setup.optimizer import build_optimizer, finish_model
+from plugins.hybrid_parallel.setup.optimizer import build_trained
 from plugins.hybrid_parallel.train_step import PipelineStep
 from plugins.hybrid_parallel.zero.backward_checks import LabelCounts, check_weights_in_loss, refuse_backward
 from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients, counting
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.utils.freed_memory import return_freed_memory
-from shardformer.utils.parameter_names import names_of_parameters
 
 _EXTENSIONS = "plugins.hybrid_parallel"  # entry points
 
@@ -426,16 +424,8 @@ class HybridParallelPlugin(Plugin):
             return None, []
         check_optimizers_as_given(objects.optimizers)
         model = model_as_given(objects.model)
-        names = names_of_parameters(model)
-        num_shards = self.config.zero.num_shards(self.grid.size(DP_CP))
-        check_options_against_model(self.config, model, objects.optimizers, names, num_shards)
-        original = [[list(group["params"]) for group in optim.param_groups] for optim in objects.optimizers]
-        grid, seed = self.grid, self._seed()
         with checked_collectives(self.config.debugging.debug):
-            built = build_model(model, self.config, grid, seed, trains=bool(objects.optimizers))
-        for optim, groups in zip(objects.optimizers, original, strict=True):
-            build_optimizer(optim, groups, names, built, self.config, grid, seed, len(original) == 1)
-        finish_model(built, self.config, self.grid)
+            built = build_trained(model, objects.optimizers, self.config, self.grid, self._seed)
         built.model.files.io = partial(getattr, self, "checkpoint_io")
         if not objects.optimizers:
             refuse_backward(built.model)

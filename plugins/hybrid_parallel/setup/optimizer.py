@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -23,7 +23,7 @@ from plugins.hybrid_parallel.distributed.mesh import (
 from plugins.hybrid_parallel.reproducible.bucket import ExactBucket
 from plugins.hybrid_parallel.reproducible.reducer import ExactReducer
 from plugins.hybrid_parallel.setup.held_values import shards_by_axis
-from plugins.hybrid_parallel.setup.model import BuiltModel
+from plugins.hybrid_parallel.setup.model import BuiltModel, build_model, check_options_against_model
 from plugins.hybrid_parallel.setup.offload import file_of_shards, memory_of_states
 from plugins.hybrid_parallel.setup.reproducible import attach_units
 from plugins.hybrid_parallel.zero.bucket import Bucket
@@ -48,6 +48,34 @@ from plugins.hybrid_parallel.zero.stepper import stepper_of
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 from shardformer.layers.replicated_linear import replace_native_layers
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
+from shardformer.utils.parameter_names import names_of_parameters
+
+
+def build_trained(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: HybridParallelConfig,
+    mesh: HybridMesh,
+    seed: Callable[[], int] = lambda: 0,
+) -> BuiltModel:
+    """Check, shard and wrap a model, in place, and re-point its optimizers at its shards.
+
+    Args:
+        seed: returns the seed of the random numbers, after the checks.
+
+    Raises:
+        ConfigurationError: the model, its optimizers or options do not fit each other; nothing is changed then.
+    """
+    names = names_of_parameters(model)
+    num_shards = config.zero.num_shards(mesh.size(DP_CP))
+    check_options_against_model(config, model, optimizers, names, num_shards)
+    original = [[list(group["params"]) for group in optim.param_groups] for optim in optimizers]
+    number = seed()
+    built = build_model(model, config, mesh, number, trains=bool(optimizers))
+    for optim, groups in zip(optimizers, original, strict=True):
+        build_optimizer(optim, groups, names, built, config, mesh, number, len(original) == 1)
+    finish_model(built, config, mesh)
+    return built
 
 
 def build_optimizer(

@@ -8,12 +8,19 @@ from typing import Any, Protocol
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.forward_options import unread_by
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.microbatch import split_batch
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh, build_mesh
+from plugins.hybrid_parallel.setup.optimizer import build_trained
+from plugins.hybrid_parallel.train_step import PipelineStep
 from plugins.hybrid_parallel.verify.module_outputs import Output, OutputLog
+from plugins.hybrid_parallel.zero.assemble import assemble
+from shardformer.shard_spec import spec_of
 
 _LEARNING_RATE = 0.05
 _SEEDS = (1, 2, 3)
@@ -142,28 +149,29 @@ def train_reference(trial: VerifyCase) -> Trace:
 
 def train_on_rank(trial: VerifyCase) -> Trace:
     """Train this rank's shard of the model."""
-    from booster import Booster
-    from plugins.hybrid_parallel.plugin import HybridParallelPlugin
-
-    plugin = HybridParallelPlugin(**trial.options)
-    booster, whole = Booster(plugin=plugin), trial.tiny_model.build()
+    config = HybridParallelConfig.from_options(**trial.options)
+    parallel = config.parallel
+    mesh = build_mesh(*parallel.mesh_shape(dist.get_world_size()), ep_size=parallel.ep_size)
+    whole = trial.tiny_model.build()
     batches = [trial.tiny_model.batch(whole, step, trial.rows) for step in range(trial.steps)]
-    model, optimizer = booster.boost(whole, torch.optim.SGD(whole.parameters(), lr=_LEARNING_RATE))
+    model = build_trained(whole, [torch.optim.SGD(whole.parameters(), lr=_LEARNING_RATE)], config, mesh).model
+    [optimizer] = model.optimizers
     log = OutputLog(model.unwrap())
     model.runtime.register_microbatch_hook(log.begin_microbatch)
-    trace = Trace(plugin.stage_index, plugin.dp_rank, plugin.tp_rank)
+    trace = Trace(mesh.rank("pp"), mesh.rank("dp"), mesh.rank("tp"))
     if trial.draws_alike:  # in the pass, which has a generator of the model's own
         model.runtime.register_microbatch_hook(lambda _: _seed(trial, len(trace.steps)))
     for batch in batches:
         share = split_batch(
-            batch, plugin.dp_size, tokens=model.options.media_tokens, rows=model.options.rows_of(batch)
-        )[plugin.dp_rank]
-        loss = booster.execute_pipeline(iter([share]), model, trial.criterion, optimizer).loss.item()
+            batch, mesh.size("dp"), tokens=model.options.media_tokens, rows=model.options.rows_of(batch)
+        )[trace.dp_rank]
+        step = PipelineStep(model, mesh, config.pipeline, trial.criterion, trains=True)
+        loss = step.run(share, return_loss=True, return_outputs=False).loss.item()
         gradients = _arrays(optimizer.full_gradients())
         optimizer.step()
         optimizer.zero_grad()
         with model.summon_full_params(writeback=False):
-            weights = _whole_weights(model.unwrap(), plugin)
+            weights = _whole_weights(model.unwrap(), mesh)
         trace.steps.append(RecordedStep(loss, log.take(), gradients, weights))
     return trace
 
@@ -193,12 +201,8 @@ def inputs_of(criterion: Criterion, model: nn.Module, batch: Mapping[str, Any]) 
     return {name: value for name, value in batch.items() if name not in own}
 
 
-def _whole_weights(model: nn.Module, plugin: Any) -> Arrays:
+def _whole_weights(model: nn.Module, mesh: HybridMesh) -> Arrays:
     """Assemble the unsharded weights of this stage; collective over all ranks of the stage."""
-    from plugins.hybrid_parallel.zero.assemble import assemble
-    from shardformer.shard_spec import spec_of
-
-    mesh = plugin.grid
     named = sorted(model.named_parameters(), key=lambda item: item[0])
     return _arrays({name: assemble(param, param.detach(), mesh.group(spec_of(param).axis)) for name, param in named})
 

@@ -1,0 +1,221 @@
+"""Ranks that are threads of this process: process groups whose collectives move values, without network or launch.
+
+One rank runs at a time, and gives way where it waits for others: objects that ranks would have of their own, such as
+torch's random numbers, are exchanged there, and nothing needs a lock. A rank that fails ends the others, so nothing
+hangs. The collectives' arithmetic is that of torch's own threaded group (`multi_threaded_pg`), which lacks messages
+between two ranks, collectives that are started and waited for later, and a world besides the process's own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+_BACKEND = "thread_ranks"
+
+
+class _EndOfRank(BaseException):
+    """Ends a rank after another one has failed."""
+
+
+class _Meeting:
+    """One collective: what each rank gave, and whether all have come."""
+
+    def __init__(self, size: int) -> None:
+        self.given: list[Any] = [None] * size
+        self.num_missing = size
+
+
+class _Place:
+    """What the ranks of one run share. A rank runs while it holds `turn`."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Condition()
+        self.meetings: dict[tuple, _Meeting] = {}
+        self.messages: dict[tuple, dict[int, Tensor]] = defaultdict(dict)
+        self.errors: list[BaseException] = []
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        """Let other ranks run until `is_done`."""
+        if is_done():
+            return
+        state = torch.get_rng_state()
+        self.turn.wait_for(lambda: self.errors or is_done())
+        if self.errors:
+            raise _EndOfRank
+        torch.set_rng_state(state)
+
+
+class _Work:
+    """Handle of a collective or a message, as torch's `Work`."""
+
+    def __init__(self, place: _Place, is_done: Callable[[], bool], finish: Callable[[], None] = lambda: None) -> None:
+        self._place, self.is_completed, self._finish = place, is_done, finish
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._place.wait(self.is_completed)
+        finish, self._finish = self._finish, lambda: None
+        finish()
+        return True
+
+
+_of_thread = threading.local()  # place, and world: torch's record of the groups of a rank
+
+
+def _group_class() -> type[dist.ProcessGroup]:
+    """Return the class of process groups; torch's tests are no part of training, and imported when it is needed."""
+    from torch.testing._internal.distributed import multi_threaded_pg as torchs
+
+    class ThreadGroup(dist.ProcessGroup):
+        supports_coalescing, options = False, None
+
+        def __init__(self, rank: int, size: int) -> None:
+            super().__init__(rank, size)
+            self._place, self._count = _of_thread.place, 0
+            self._own, self._size = rank, size
+            self._sent: dict[tuple, int] = defaultdict(int)
+            self._expected: dict[tuple, int] = defaultdict(int)
+
+        # What torch's functions ask of a group. A class in Python is its own backend.
+        _device_types = property(lambda self: [torch.device("cpu")])
+        group_name = pg_name = name = property(lambda self: c10d._world.pg_names[self])
+
+        def _get_backend(self, device: torch.device) -> ThreadGroup:
+            return self
+
+        def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+            return _BACKEND
+
+        def _meet(self, collective: Any, given: Any) -> _Work:
+            self._count += 1
+            key, meetings = (self.name, self._count), self._place.meetings
+            meeting = meetings.setdefault(key, _Meeting(self._size))
+            meeting.given[self._own] = given
+            meeting.num_missing -= 1
+            if not meeting.num_missing:
+                collective.work(meetings.pop(key).given)
+                meeting.given.clear()
+                self._place.turn.notify_all()
+            return _Work(self._place, lambda: not meeting.num_missing)
+
+        def allreduce(self, tensors: list[Tensor], opts: Any) -> _Work:
+            return self._meet(torchs.AllReduce(opts.reduceOp), tensors)
+
+        def barrier(self, opts: Any = None) -> _Work:
+            return self.allreduce([torch.ones(1)], dist.AllreduceOptions())
+
+        def broadcast(self, tensors: list[Tensor], opts: Any) -> _Work:
+            return self._meet(torchs.Broadcast(opts.rootRank), tensors)
+
+        def allgather(self, out: list[list[Tensor]], x: list[Tensor], opts: Any = None) -> _Work:
+            return self._meet(torchs.AllGather(), (out, x))
+
+        def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> _Work:
+            return self.allgather([list(out.chunk(self._size))], [x])
+
+        def reduce_scatter(self, out: list[Tensor], x: list[list[Tensor]], opts: Any) -> _Work:
+            return self._meet(torchs.ReduceScatter(opts.reduceOp), (out, x))
+
+        def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any) -> _Work:
+            return self.reduce_scatter([out], [list(x.chunk(self._size))], opts)
+
+        def all_to_all_single(self, out: Tensor, x: Tensor, received: Any, sent: Any, opts: Any = None) -> _Work:
+            return self._meet(torchs.AllToAllBase(), (out, x, received, sent))
+
+        def alltoall(self, out: list[Tensor], x: list[Tensor], opts: Any = None) -> _Work:
+            return self._meet(torchs.AllToAll(), (out, x))
+
+        def gather(self, out: Any, x: list[Tensor], opts: Any) -> _Work:
+            return self._meet(torchs.Gather(opts.rootRank), (out, x))
+
+        def scatter(self, out: list[Tensor], x: Any, opts: Any) -> _Work:
+            return self._meet(torchs.Scatter(opts.rootRank), (out, x))
+
+        # Before torch 2.13
+        _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+        alltoall_base = all_to_all_single
+
+        def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> _Work:
+            number, self._sent[to, tag] = self._sent[to, tag], self._sent[to, tag] + 1
+            self._place.messages[self.name, self._own, to, tag][number] = tensors[0].detach().clone()
+            self._place.turn.notify_all()
+            return _Work(self._place, lambda: True)
+
+        def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Work:
+            number, self._expected[source, tag] = self._expected[source, tag], self._expected[source, tag] + 1
+            arrived = self._place.messages[self.name, source, self._own, tag]
+            copy = tensors[0].detach().copy_
+            return _Work(self._place, lambda: number in arrived, lambda: copy(arrived.pop(number)))
+
+    return ThreadGroup
+
+
+@contextmanager
+def _worlds_of_threads() -> Iterator[type]:
+    """Let torch's functions see the world of the thread that calls them; other threads keep the process's own."""
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld, WorldData
+
+    class Worlds(ThreadLocalWorld):
+        def _get_world(self) -> Any:
+            return getattr(_of_thread, "world", own)
+
+    group_class = _group_class()
+    dist.Backend.register_backend(_BACKEND, lambda _, rank, size, __: group_class(rank, size), devices=["cpu"])
+    own, hook, state = c10d._world, sys.excepthook, torch.get_rng_state()
+    c10d._world = Worlds()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        yield WorldData
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        c10d._world, sys.excepthook = own, hook  # init_process_group wraps the hook each time, to add the rank
+        torch.set_rng_state(state)
+
+
+def run_on_threads(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """Run a function on `world_size` ranks that are threads of this process, with a CPU process group of their own.
+
+    The process may be a rank of a job, whose groups are not touched.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        Exception: the first error of a rank, as it was raised there; the other ranks have ended.
+    """
+    place, store, results = _Place(), dist.HashStore(), [None] * world_size
+
+    def run(rank: int, new_world: type) -> None:
+        _of_thread.place, _of_thread.world = place, new_world(None, {}, {}, {}, {}, 0, {}, {}, {}, [])
+        with place.turn:
+            try:
+                torch.set_rng_state(state)
+                dist.init_process_group(_BACKEND, rank=rank, world_size=world_size, store=store)
+                results[rank] = function(*arguments)
+            except _EndOfRank:
+                pass
+            except BaseException as error:
+                place.errors.append(error)
+            finally:
+                dist.destroy_process_group()
+                place.turn.notify_all()
+
+    with _worlds_of_threads() as new_world, torch.autograd.set_multithreading_enabled(False):
+        state = torch.get_rng_state()
+        threads = [threading.Thread(target=run, args=(rank, new_world), daemon=True) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if place.errors:
+        raise place.errors[0]
+    return results
