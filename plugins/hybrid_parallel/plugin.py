@@ -31,7 +31,7 @@ from plugins.hybrid_parallel.data.loading import Loading, check_batch_size
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.debug.options_check import check_options
 from plugins.hybrid_parallel.distributed.agreement import broadcast_json
-from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives, naming_ranks
+from plugins.hybrid_parallel.distributed.checked_collectives import naming_ranks
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
 from plugins.hybrid_parallel.distributed.machines import announce_grid
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, build_mesh
@@ -424,8 +424,7 @@ class HybridParallelPlugin(Plugin):
             return None, []
         check_optimizers_as_given(objects.optimizers)
         model = model_as_given(objects.model)
-        with checked_collectives(self.config.debugging.debug):
-            built = build_trained(model, objects.optimizers, self.config, self.grid, self._seed)
+        built = build_trained(model, objects.optimizers, self.config, self.grid, self._seed)
         built.model.files.io = partial(getattr, self, "checkpoint_io")
         if not objects.optimizers:
             refuse_backward(built.model)

@@ -143,8 +143,9 @@ def _check_named(
 
 @constant_in_graphs
 def log_once(name: str, what: str) -> None:
-    """Log a warning, once per process."""
-    _log_once(name, what)
+    """Log a warning, once per process; not while logging is switched off."""
+    if _log.isEnabledFor(logging.WARNING):
+        _log_once(name, what)
 
 
 @cache

@@ -32,6 +32,11 @@ class ProcessGroups:
         """
         return _OF_WORLD.setdefault(dist.group.WORLD, ProcessGroups())
 
+    @staticmethod
+    def forget() -> None:
+        """Release the groups of the default process group, whose meshes refer to it; before it is destroyed."""
+        _OF_WORLD.pop(dist.group.WORLD, None)
+
     def get_or_create(self, key: Hashable, create: Callable[[], Created]) -> Created:
         """Return the entry of `key`; if there is none, store and return the result of `create`.
 

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from shardformer.distributed.process_groups import ProcessGroups
+
 _BACKEND = "thread_ranks"
 
 
@@ -206,6 +208,7 @@ def run_on_threads(function: Callable[..., Any], world_size: int, *arguments: An
             except BaseException as error:
                 place.errors.append(error)
             finally:
+                ProcessGroups.forget()
                 dist.destroy_process_group()
                 place.turn.notify_all()
 

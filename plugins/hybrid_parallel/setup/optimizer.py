@@ -13,6 +13,7 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.debugging import DebugOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
+from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives
 from plugins.hybrid_parallel.distributed.mesh import (
     DP_CP,
     HybridMesh,
@@ -71,7 +72,8 @@ def build_trained(
     check_options_against_model(config, model, optimizers, names, num_shards)
     original = [[list(group["params"]) for group in optim.param_groups] for optim in optimizers]
     number = seed()
-    built = build_model(model, config, mesh, number, trains=bool(optimizers))
+    with checked_collectives(config.debugging.debug):
+        built = build_model(model, config, mesh, number, trains=bool(optimizers))
     for optim, groups in zip(optimizers, original, strict=True):
         build_optimizer(optim, groups, names, built, config, mesh, number, len(original) == 1)
     finish_model(built, config, mesh)

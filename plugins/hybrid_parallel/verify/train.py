@@ -60,6 +60,7 @@ class VerifyCase:
         criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the model's own loss.
         draws_alike: seed the generator of random numbers before each step. Both trainings draw the same numbers if
             only the loss draws any, and the batch has one part.
+        record: makes the recorder of outputs of a model.
     """
 
     tiny_model: Subject
@@ -68,6 +69,7 @@ class VerifyCase:
     options: dict[str, Any]
     criterion: Criterion | None = None
     draws_alike: bool = False
+    record: Callable[[nn.Module], OutputLog] = OutputLog
 
 
 @dataclass
@@ -121,7 +123,7 @@ def train_reference(trial: VerifyCase) -> Trace:
     trace = Trace(first_weights=_arrays(named), aliases=_aliases(named))
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
     batches = [trial.tiny_model.batch(model, step, trial.rows) for step in range(trial.steps)]
-    log, state = OutputLog(model), torch.get_rng_state()
+    log, state = trial.record(model), torch.get_rng_state()
     for step, batch in enumerate(batches):
         _seed(trial, step)
         loss = _loss(trial, model, batch)
@@ -156,7 +158,7 @@ def train_on_rank(trial: VerifyCase) -> Trace:
     batches = [trial.tiny_model.batch(whole, step, trial.rows) for step in range(trial.steps)]
     model = build_trained(whole, [torch.optim.SGD(whole.parameters(), lr=_LEARNING_RATE)], config, mesh).model
     [optimizer] = model.optimizers
-    log = OutputLog(model.unwrap())
+    log = trial.record(model.unwrap())
     model.runtime.register_microbatch_hook(log.begin_microbatch)
     trace = Trace(mesh.rank("pp"), mesh.rank("dp"), mesh.rank("tp"))
     if trial.draws_alike:  # in the pass, which has a generator of the model's own
@@ -172,7 +174,9 @@ def train_on_rank(trial: VerifyCase) -> Trace:
         optimizer.zero_grad()
         with model.summon_full_params(writeback=False):
             weights = _whole_weights(model.unwrap(), mesh)
-        trace.steps.append(RecordedStep(loss, log.take(), gradients, weights))
+        # Parts of sequences are no shares of features, which `compare` puts together.
+        outputs = log.take() if mesh.size("cp") == 1 else []
+        trace.steps.append(RecordedStep(loss, outputs, gradients, weights))
     return trace
 
 

@@ -1,0 +1,363 @@
+"""The layout check: a small copy of the user's model is trained for a step, whole and under the layout, and compared.
+
+`boost` runs it before it changes anything, on rank 0 and without other ranks: the ranks of the copy are threads
+(`distributed/thread_ranks.py`). The copy has the class and the configuration of the model, every switch, list and ratio
+of it, with sizes, thresholds and indexes brought inside a few layers, and noise on norms and biases; its loss and the
+gradient of every parameter are compared in fp64. If they differ, the first module and the first line of its code that
+differ are looked for.
+
+Why values, and not types of a trace on fake tensors: a checker of types, as spmd_types, needs its own types at each
+collective, which the collectives here, fused with products or run backwards, do not have. DTensor inserts what is
+missing, where this has to find that it is missing. A trace whose shapes tie tells nothing of other heads, another
+order, a sum counted twice, or a gradient that nobody adds up; and each operator needs a rule, which is a false alarm
+where it is wrong. Values need no rule: with random weights, two functions that agree in fp64 in each gradient are equal
+up to switches that do not fire. What depends on the true sizes alone is not shown.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed import thread_ranks
+from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
+from plugins.hybrid_parallel.planner.proxy_model import quiet
+from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, compare
+from plugins.hybrid_parallel.verify.operator_outputs import OperatorLog
+from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
+from plugins.hybrid_parallel.verify.random_batch import batch_for, takes_labels
+from plugins.hybrid_parallel.verify.tiny_model import TwinSizes, build_small, small_config
+from plugins.hybrid_parallel.verify.train import (
+    Criterion,
+    RandomLossError,
+    Subject,
+    Trace,
+    VerifyCase,
+    train_on_rank,
+    train_reference,
+)
+from shardformer.distributed.random import random_numbers_apart
+from shardformer.peft import model_inside
+
+_MOST_RANKS = 8  # of a layout that is checked as it is
+_LONGEST_AXIS = 16
+_EXPERTS = 4  # of a small copy
+_MOST_PARAMETERS = 4_000_000  # of a copy, of which each rank gets a part
+_LEAST_ROWS = 7  # samples, which differ in length and padding
+_LENGTH = 300
+# Options that decide what is computed where. The others are about devices, files, memory and time.
+_KEPT = (
+    ("tp_size", "pp_size", "cp_size", "ep_size", "enable_sequence_parallelism", "sequence_parallelism_mode")
+    + ("zero_stage", "pp_style", "num_model_chunks", "custom_policy", "tp_info", "sharding_dim")
+    + ("make_vocab_size_divisible_by", "expert_capacity_factor", "contrastive", "num_microbatches")
+    + ("enable_fused_normalization", "enable_jit_fused", "enable_all_optimization")
+)
+
+
+@dataclass
+class LayoutReport:
+    """What a check has shown.
+
+    Attributes:
+        proved: layouts under which a step has the loss and the gradients of plain training.
+        findings: one sentence for each layout under which it has not.
+        not_checked: one sentence for each layout that could not be tried, and why.
+    """
+
+    proved: list[str] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return the report as lines of text."""
+        found = [f"exact on a small copy: {each}" for each in self.proved]
+        return found + self.findings + [f"not checked: {each}" for each in self.not_checked]
+
+
+class NotCheckedError(Exception):
+    """Says why a model cannot be checked."""
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """What is checked.
+
+    Attributes:
+        model: the user's model, which may be without values; it is not changed.
+        criterion: the user's loss; None for the model's own.
+        batch: returns the first samples of the user's batch; None if there is none.
+    """
+
+    model: nn.Module
+    criterion: Criterion | None = None
+    batch: Callable[[], Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Subject whose copies all come from one model, which is built once."""
+
+    built: nn.Module
+    batches: Callable[[nn.Module, int, int], dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return type(self.built).__name__
+
+    def build(self) -> nn.Module:
+        return copy.deepcopy(self.built)
+
+    def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
+        return copy.deepcopy(self.batches(model, step, rows))
+
+
+@random_numbers_apart()
+def check_layout(subject: CheckedModel, options: Mapping[str, Any], world_size: int) -> LayoutReport:
+    """Check the layout of `options` for a model, without ranks; never raises.
+
+    Args:
+        options: keywords of `HybridParallelPlugin`.
+        world_size: number of ranks of the layout, of any size.
+    """
+    report = LayoutReport()
+    for small, count in checked_layouts(options, world_size):
+        config = HybridParallelConfig.from_options(**small)
+        name = f"{type(model_inside(subject.model)).__name__}, {config.layout(small['dp_size'])}"
+        try:
+            with quiet():
+                found = _difference(subject, small, count)
+        except Exception as error:  # models fail with arbitrary exception types
+            report.not_checked.append(f"{name}: {_sentence(error)}")
+            continue
+        if found is None:
+            report.proved.append(name)
+        else:
+            report.findings.append(f"{name}: {found}; {_way_out(small)}")
+    return report
+
+
+def checked_layouts(options: Mapping[str, Any], world_size: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the layouts that stand for one of any size: options, and number of ranks.
+
+    A layout of up to 8 ranks stands for itself, and has at most two replicas. Of a larger one all axes together are
+    tried with two ranks each, and each axis alone with all of its ranks, up to 16.
+    """
+    parallel = HybridParallelConfig.from_options(**options).parallel
+    kept = {name: options[name] for name in _KEPT if name in options}
+    if (kept.get("num_microbatches") or 1) > 1:
+        kept["num_microbatches"] = None  # one for each stage
+    sizes = {axis: getattr(parallel, f"{axis}_size") for axis in ("tp", "pp", "cp", "ep")}
+    sizes["ep"] = math.gcd(sizes["ep"], _EXPERTS) if sizes["ep"] > _EXPERTS else sizes["ep"]
+    replicas = parallel.data_parallel_size(world_size)
+
+    def layout(chosen: Mapping[str, int], replicas: int) -> tuple[dict[str, Any], int]:
+        # Experts are shared by replicas and by ranks that share sequences.
+        dp_size = max(replicas, -(-chosen["ep"] // chosen["cp"]))
+        dp_size += -(dp_size * chosen["cp"]) % chosen["ep"]
+        made = kept | {f"{axis}_size": size for axis, size in chosen.items()} | {"dp_size": dp_size}
+        if chosen["tp"] * chosen["cp"] == 1:
+            made["enable_sequence_parallelism"] = False
+        if made.get("enable_sequence_parallelism") is False:
+            made.pop("sequence_parallelism_mode", None)
+        return made, dp_size * chosen["tp"] * chosen["pp"] * chosen["cp"]
+
+    exact = layout(sizes, min(replicas, 2))
+    if exact[1] <= _MOST_RANKS:
+        yield exact
+        return
+    yield layout({axis: min(size, 2) for axis, size in sizes.items()}, 1)
+    for axis, size in sizes.items():
+        if size > 2:
+            yield layout({other: 1 for other in sizes} | {axis: min(size, _LONGEST_AXIS)}, 1)
+
+
+def _difference(subject: CheckedModel, options: dict[str, Any], world_size: int) -> str | None:
+    """Return where the step under a layout differs from a plain one; None if nowhere.
+
+    Raises:
+        Exception: the model cannot be checked.
+    """
+    trial, plain, precision = _plain(subject, options)
+    if any(isinstance(each, _BatchNorm) for each in trial.tiny_model.built.modules()):
+        # Its statistics are those of a part of the batch, which `boost` says.
+        options = options | {"num_microbatches": 1, "dp_size": 1}
+        trial, world_size = replace(trial, options=options), world_size // trial.options["dp_size"]
+        if options["ep_size"] > 1:
+            raise NotCheckedError("it normalises over its batch, which replicas divide")
+    try:
+        ranks = run_on_threads(_train, world_size, trial)
+    except (ConfigurationError, NotImplementedError):
+        raise  # boost() decides on the layout of the model itself
+    except Exception as error:
+        if _is_of_threads(error):
+            raise
+        return f"the first pass fails: {_sentence(error)}"
+    first = compare(plain, ranks, TOLERANCES[precision]).first
+    return None if first is None else f"{first.text}{_place(trial, first, world_size, precision)}"
+
+
+def _train(trial: VerifyCase) -> Trace:
+    # A user's policy keeps the model that it is applied to.
+    return train_on_rank(replace(trial, options=copy.deepcopy(trial.options)))
+
+
+def _plain(subject: CheckedModel, options: dict[str, Any]) -> tuple[VerifyCase, Trace, str]:
+    """Return the first copy of a model that trains unsharded, its trace and its precision."""
+    parallel = HybridParallelConfig.from_options(**options)
+    stages, reasons = parallel.parallel.pp_size * parallel.chunks_per_rank, []
+    parts = (options.get("num_microbatches") or options["pp_size"]) * options["dp_size"]
+    for make in (_whole_size, _small_size, _own_object):
+        for precision, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
+            try:
+                copies, criterion = make(subject, options["tp_size"], stages, dtype)
+                trial = VerifyCase(copies, max(2 * parts + 1, _LEAST_ROWS), 1, options, criterion)
+                try:
+                    return trial, train_reference(trial), precision
+                except RandomLossError:
+                    trial = replace(trial, draws_alike=True)
+                    return trial, train_reference(trial), precision
+            except NotCheckedError as error:
+                reasons.append(str(error))
+                break
+            except Exception as error:  # models fail with arbitrary exception types
+                reasons.append(_sentence(error))
+    raise NotCheckedError(reasons[0] if len(set(reasons)) == 1 else f"{reasons[0]}; {reasons[-1]}")
+
+
+def _whole_size(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[Subject, Any]:
+    """Copy a small model by its class and its configuration as it is."""
+    model = model_inside(subject.model)
+    if sum(param.numel() for param in model.parameters()) > _MOST_PARAMETERS:
+        raise NotCheckedError("it has no small copy")
+    return _twin(model, _without_dropout(copy.deepcopy(_config_of(model))), dtype)
+
+
+def _small_size(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[Subject, Any]:
+    """Copy a model by its class, and its configuration with small sizes."""
+    model = model_inside(subject.model)
+    config = _config_of(model)
+    return _twin(model, small_config(config, TwinSizes.of(config, tp_size, stages)), dtype)
+
+
+def _own_object(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[Subject, Any]:
+    """Copy the model itself, which no class and configuration can make again, with a batch of the user's."""
+    params = list(subject.model.parameters())
+    if subject.batch is None or any(param.is_meta for param in params):
+        raise NotCheckedError("no small copy of it can be made, and boost() got no model with values and data loader")
+    if sum(param.numel() for param in params) > _MOST_PARAMETERS:
+        raise NotCheckedError("no small copy of it can be made")
+    model = copy.deepcopy(subject.model).to(device="cpu", dtype=dtype).train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    given = {key: _cast(value, dtype) for key, value in subject.batch().items()}
+    return _Copies(model, lambda _, __, rows: {key: _rows(value, rows) for key, value in given.items()}), (
+        subject.criterion
+    )
+
+
+def _twin(model: nn.Module, config: Any, dtype: torch.dtype) -> tuple[Subject, Any]:
+    with torch.device("meta"):
+        count = sum(param.numel() for param in type(model)(copy.deepcopy(config)).parameters())
+    if count > _MOST_PARAMETERS:
+        raise NotCheckedError(f"its small copy would have {count:,} parameters")
+    built = build_small(type(model), config, dtype)
+    if _parts(built) != _parts(model):
+        raise NotCheckedError("its parameters are not those that its class makes of its configuration")
+    criterion = None if takes_labels(type(model)) else distance_from_wave
+
+    def batches(model: nn.Module, step: int, rows: int) -> dict[str, Any]:
+        batch = batch_for(model, step, rows, has_labels=criterion is None)
+        return {key: _cast(value, dtype) for key, value in batch.items()}
+
+    return _Copies(built, batches), criterion
+
+
+def _config_of(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_dict") or list(inspect.signature(type(model).__init__).parameters)[1:2] != ["config"]:
+        raise NotCheckedError("its class does not make it of a configuration")
+    return config
+
+
+def _parts(model: nn.Module) -> set[str]:
+    """Return the names of the parameters, without numbers."""
+    return {"".join("*" if part.isdigit() else f".{part}" for part in n.split(".")) for n, _ in model.named_parameters()}
+
+
+def _without_dropout(config: Any) -> Any:
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            _without_dropout(value)
+        elif isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
+            setattr(config, name, 0.0)
+    return config
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(part, dtype) for part in value)
+    if isinstance(value, Mapping):
+        return {key: _cast(part, dtype) for key, part in value.items()}
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _rows(value: Any, rows: int) -> Any:
+    """Return `rows` samples of an entry of a batch, again from its start where it has fewer."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    return value[torch.arange(rows) % len(value)]
+
+
+def _place(trial: VerifyCase, first: Difference, world_size: int, precision: str) -> str:
+    """Return the file and the line of the code where the first module differs."""
+    module = dict(trial.tiny_model.built.named_modules()).get(first.name.removesuffix(".weight").removesuffix(".bias"))
+    file = module and inspect.getsourcefile(type(module))
+    if not file or type(module).__module__.startswith("torch."):
+        return ""
+    place = f" ({file}, line {inspect.getsourcelines(type(module))[1]})"
+    if first.what != "output":
+        return place
+    trial = replace(trial, record=partial(OperatorLog, path=first.name, file=file))
+    try:
+        found = compare(train_reference(trial), run_on_threads(_train, world_size, trial), TOLERANCES[precision]).first
+    except Exception:  # the module's place is known
+        return place
+    return f" ({file}, first in {found.name})" if found is not None and found.what == "output" else place
+
+
+def _way_out(options: Mapping[str, Any]) -> str:
+    """Return what would do instead of a layout."""
+    axes = [axis for axis in ("tp", "pp", "cp", "ep") if options[f"{axis}_size"] > 1]
+    sizes = ", ".join(f"{axis}_size={options[f'{axis}_size']}" for axis in axes)
+    if options.get("enable_sequence_parallelism"):
+        sizes += ", enable_sequence_parallelism=True"
+    others = ", ".join(f"{axis}_size=1" for axis in axes)
+    return (
+        f"{sizes} would train it otherwise than plain PyTorch without a word; use {others}, or check_layout='warn' to "
+        "train all the same"
+    )
+
+
+def _is_of_threads(error: Exception) -> bool:
+    return traceback.extract_tb(error.__traceback__)[-1].filename == thread_ranks.__file__
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())[:_LENGTH]
+    if isinstance(error, ConfigurationError | NotCheckedError):
+        return text
+    at: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {text} ({at[-1].filename}, line {at[-1].lineno})"
