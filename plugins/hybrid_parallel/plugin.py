@@ -422,8 +422,12 @@ class HybridParallelPlugin(Plugin):
                     "in one call: model, optimizer = booster.boost(model, optimizer)"
                 )
             return None, []
+        # Imported here: most processes that import the plugin train nothing.
+        from plugins.hybrid_parallel.verify.before_boost import check_before_boost
+
         check_optimizers_as_given(objects.optimizers)
         model = model_as_given(objects.model)
+        check_before_boost(replace(objects, model=model), self.config)
         built = build_trained(model, objects.optimizers, self.config, self.grid, self._seed)
         built.model.files.io = partial(getattr, self, "checkpoint_io")
         if not objects.optimizers:

@@ -82,8 +82,7 @@ class LayoutReport:
 
     def lines(self) -> list[str]:
         """Return the report as lines of text."""
-        found = [f"exact on a small copy: {each}" for each in self.proved]
-        return found + self.findings + [f"not checked: {each}" for each in self.not_checked]
+        return [f"{each}, exact on a small copy" for each in self.proved] + self.findings + self.not_checked
 
 
 class NotCheckedError(Exception):
@@ -139,7 +138,7 @@ def check_layout(subject: CheckedModel, options: Mapping[str, Any], world_size: 
             with quiet():
                 found = _difference(subject, small, count)
         except Exception as error:  # models fail with arbitrary exception types
-            report.not_checked.append(f"{name}: {_sentence(error)}")
+            report.not_checked.append(f"{name}, not checked: {_sentence(error)}")
             continue
         if found is None:
             report.proved.append(name)
@@ -294,7 +293,9 @@ def _config_of(model: nn.Module) -> Any:
 
 def _parts(model: nn.Module) -> set[str]:
     """Return the names of the parameters, without numbers."""
-    return {"".join("*" if part.isdigit() else f".{part}" for part in n.split(".")) for n, _ in model.named_parameters()}
+    return {
+        "".join("*" if part.isdigit() else f".{part}" for part in n.split(".")) for n, _ in model.named_parameters()
+    }
 
 
 def _without_dropout(config: Any) -> Any:
@@ -346,8 +347,8 @@ def _way_out(options: Mapping[str, Any]) -> str:
         sizes += ", enable_sequence_parallelism=True"
     others = ", ".join(f"{axis}_size=1" for axis in axes)
     return (
-        f"{sizes} would train it otherwise than plain PyTorch without a word; use {others}, or check_layout='warn' to "
-        "train all the same"
+        f"under {sizes} it would train otherwise than plain PyTorch; use {others}, or check_layout='warn' to train all "
+        "the same"
     )
 
 

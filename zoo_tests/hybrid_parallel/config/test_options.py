@@ -124,6 +124,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "zero_bucket_size_in_mb": (*NUMBER, float("inf")),
     **dict.fromkeys((name for name, each in OPTIONS.items() if isinstance(each.default, bool)), SWITCH),
     **dict.fromkeys(("precision", "nonfinite", "pp_style", "sequence_parallelism_mode", "contrastive"), NAME),
+    "check_layout": NAME,
     "zero_stage": (4, -1, "1", True, 0.0, float("nan"), None),
     "sharding_dim": (1, "0", False, 0.0, float("nan")),
     "enable_flash_attention": ("flash", 1, 0.5, float("nan"), None),
@@ -142,7 +143,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 52
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 53
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -1,0 +1,126 @@
+"""The layout check as `boost` runs it: on rank 0, for all ranks, and from a cache on disk where nothing has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardformer
+from booster.errors import ConfigurationError
+from booster.plugin import TrainingObjects
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.agreement import broadcast_json
+from plugins.hybrid_parallel.verify.layout_check import (
+    CheckedModel,
+    LayoutReport,
+    NotCheckedError,
+    check_layout,
+    checked_layouts,
+)
+from shardformer.attention import log_once
+
+_VARIABLE = "BOOSTER_CHECK_LAYOUT"
+_PACKAGES = (Path(shardformer.__file__).parent, Path(__file__).parents[1])
+
+
+def check_before_boost(objects: TrainingObjects, config: HybridParallelConfig) -> None:
+    """Check the layout of a model that will be trained; all ranks call this.
+
+    Raises:
+        ConfigurationError: on all ranks, if `check_layout="refuse"` and a copy of the model trains otherwise than plain.
+    """
+    parallel, mode = config.parallel, os.environ.get(_VARIABLE, config.debugging.check_layout)
+    divides = max(parallel.tp_size, parallel.pp_size, parallel.cp_size, parallel.ep_size) > 1
+    if mode == "off" or not divides or not objects.optimizers:
+        return
+    found = None
+    if dist.get_rank() == 0:
+        found = asdict(_report(objects, config.options(), dist.get_world_size()))
+    report = LayoutReport(**broadcast_json(found))
+    if report.findings and mode == "refuse":
+        raise ConfigurationError("; ".join(report.findings))
+    for line in (*report.findings, *report.not_checked) if dist.get_rank() == 0 else ():
+        log_once("check_layout:", line)
+
+
+def _report(objects: TrainingObjects, options: dict[str, Any], world_size: int) -> LayoutReport:
+    try:
+        file = _cache_file(objects.model, options, world_size)
+        if file is not None:
+            with suppress(OSError, ValueError, TypeError):
+                return LayoutReport(**json.loads(file.read_text(encoding="utf-8")))
+        subject = CheckedModel(objects.model, objects.criterion, partial(_first_samples, objects.dataloaders))
+        report = check_layout(subject, options, world_size)
+        if file is not None:
+            _write(file, report)
+        return report
+    except Exception as error:  # the other ranks wait for an answer
+        return LayoutReport(
+            not_checked=[f"{type(objects.model).__name__}, not checked: {type(error).__name__}: {error}"]
+        )
+
+
+def _first_samples(loaders: Sequence[Any]) -> Mapping[str, Any]:
+    """Return the first samples of the first data loader, as a batch."""
+    loader = loaders[0] if loaders else None
+    dataset = getattr(loader, "dataset", None)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):
+        raise NotCheckedError("boost() got no data loader over samples with numbers")
+    batch = loader.collate_fn([dataset[index] for index in range(min(loader.batch_size or 1, len(dataset)))])
+    if not isinstance(batch, Mapping):
+        raise NotCheckedError("its batches are no mappings")
+    return batch
+
+
+def _cache_file(model: nn.Module, options: Mapping[str, Any], world_size: int) -> Path | None:
+    """Return the file of this check; None if its answer depends on more than can be written down."""
+    if options.get("custom_policy") is not None or options.get("tp_info") is not None:
+        return None
+    config, files = getattr(model, "config", None), list(_source_files(model))
+    if not hasattr(config, "to_dict") or None in files:
+        return None
+    import transformers
+
+    known = (
+        [type(model).__module__, type(model).__qualname__, config.to_dict()]
+        + [[name, list(param.shape)] for name, param in model.named_parameters()]
+        + [list(checked_layouts(options, world_size)), torch.__version__, transformers.__version__, _sources()]
+        + [[file, os.stat(file).st_mtime_ns] for file in files]
+    )
+    key = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "hybrid-booster" / "layouts" / f"{key}.json"
+
+
+def _source_files(model: nn.Module) -> Iterator[str | None]:
+    """Yield the files that define the classes of a model, but for those of installed libraries with a version."""
+    modules = {type(module).__module__ for module in model.modules()}
+    for name in sorted(modules):
+        if name.partition(".")[0] not in ("torch", "transformers"):
+            yield getattr(sys.modules.get(name), "__file__", None)
+
+
+@cache
+def _sources() -> int:
+    """Return the time of the last change of this library."""
+    return max(file.stat().st_mtime_ns for package in _PACKAGES for file in package.rglob("*.py"))
+
+
+def _write(file: Path, report: LayoutReport) -> None:
+    with suppress(OSError):  # a home without room or rights
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(asdict(report)), encoding="utf-8")
+        part.replace(file)
