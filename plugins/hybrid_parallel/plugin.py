@@ -44,6 +44,7 @@ from plugins.hybrid_parallel.train_step import PipelineStep
 from plugins.hybrid_parallel.zero.backward_checks import LabelCounts, check_weights_in_loss, refuse_backward
 from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients, counting
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from shardformer.attention import log_once
 from shardformer.utils.freed_memory import return_freed_memory
 
 _EXTENSIONS = "plugins.hybrid_parallel"  # entry points
@@ -427,8 +428,10 @@ class HybridParallelPlugin(Plugin):
 
         check_optimizers_as_given(objects.optimizers)
         model = model_as_given(objects.model)
-        check_before_boost(replace(objects, model=model), self.config)
+        told = check_before_boost(replace(objects, model=model), self.config)
         built = build_trained(model, objects.optimizers, self.config, self.grid, self._seed)
+        for line in told:
+            log_once("check_layout:", line)
         built.model.files.io = partial(getattr, self, "checkpoint_io")
         if not objects.optimizers:
             refuse_backward(built.model)

@@ -29,30 +29,31 @@ from plugins.hybrid_parallel.verify.layout_check import (
     check_layout,
     checked_layouts,
 )
-from shardformer.attention import log_once
 
 _VARIABLE = "BOOSTER_CHECK_LAYOUT"
 _PACKAGES = (Path(shardformer.__file__).parent, Path(__file__).parents[1])
 
 
-def check_before_boost(objects: TrainingObjects, config: HybridParallelConfig) -> None:
+def check_before_boost(objects: TrainingObjects, config: HybridParallelConfig) -> list[str]:
     """Check the layout of a model that will be trained; all ranks call this.
 
+    Returns:
+        What is to be told of the check, on rank 0, once the model is sharded: if it cannot be, that is told alone.
+
     Raises:
-        ConfigurationError: on all ranks, if `check_layout="refuse"` and a copy of the model trains otherwise than plain.
+        ConfigurationError: on all ranks, if a copy of the model trains otherwise and `check_layout="refuse"`.
     """
     parallel, mode = config.parallel, os.environ.get(_VARIABLE, config.debugging.check_layout)
     divides = max(parallel.tp_size, parallel.pp_size, parallel.cp_size, parallel.ep_size) > 1
     if mode == "off" or not divides or not objects.optimizers:
-        return
+        return []
     found = None
     if dist.get_rank() == 0:
         found = asdict(_report(objects, config.options(), dist.get_world_size()))
     report = LayoutReport(**broadcast_json(found))
     if report.findings and mode == "refuse":
         raise ConfigurationError("; ".join(report.findings))
-    for line in (*report.findings, *report.not_checked) if dist.get_rank() == 0 else ():
-        log_once("check_layout:", line)
+    return [*report.findings, *report.not_checked] if dist.get_rank() == 0 else []
 
 
 def _report(objects: TrainingObjects, options: dict[str, Any], world_size: int) -> LayoutReport:

@@ -19,8 +19,10 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -204,7 +206,11 @@ def _difference(subject: CheckedModel, options: dict[str, Any], world_size: int)
             raise
         return f"the first pass fails: {_sentence(error)}"
     first = compare(plain, ranks, TOLERANCES[precision]).first
-    return None if first is None else f"{first.text}{_place(trial, first, world_size, precision)}"
+    if first is None:
+        return None
+    with suppress(OSError, TypeError):  # there is no source
+        return f"{first.text}{_place(trial, first, world_size, precision)}"
+    return first.text
 
 
 def _train(trial: VerifyCase) -> Trace:
@@ -293,9 +299,7 @@ def _config_of(model: nn.Module) -> Any:
 
 def _parts(model: nn.Module) -> set[str]:
     """Return the names of the parameters, without numbers."""
-    return {
-        "".join("*" if part.isdigit() else f".{part}" for part in n.split(".")) for n, _ in model.named_parameters()
-    }
+    return {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()}
 
 
 def _without_dropout(config: Any) -> Any:
@@ -323,20 +327,22 @@ def _rows(value: Any, rows: int) -> Any:
 
 
 def _place(trial: VerifyCase, first: Difference, world_size: int, precision: str) -> str:
-    """Return the file and the line of the code where the first module differs."""
-    module = dict(trial.tiny_model.built.named_modules()).get(first.name.removesuffix(".weight").removesuffix(".bias"))
-    file = module and inspect.getsourcefile(type(module))
-    if not file or type(module).__module__.startswith("torch."):
-        return ""
-    place = f" ({file}, line {inspect.getsourcelines(type(module))[1]})"
+    """Return the file and the line of the modeling code where the first module differs."""
+    modules, path = dict(trial.tiny_model.built.named_modules()), first.name
+    while path and (path not in modules or type(modules[path]).__module__.startswith("torch.")):
+        path = path.rpartition(".")[0]
+    kind = type(modules[path])
+    file = inspect.getsourcefile(kind)
+    place = f" ({kind.__name__} of {file}, line {inspect.getsourcelines(kind)[1]})"
     if first.what != "output":
         return place
-    trial = replace(trial, record=partial(OperatorLog, path=first.name, file=file))
+    trial = replace(trial, record=partial(OperatorLog, path=path, file=file))
     try:
         found = compare(train_reference(trial), run_on_threads(_train, world_size, trial), TOLERANCES[precision]).first
     except Exception:  # the module's place is known
         return place
-    return f" ({file}, first in {found.name})" if found is not None and found.what == "output" else place
+    is_found = found is not None and found.what == "output"
+    return f" ({kind.__name__} of {file}, first {found.name})" if is_found else place
 
 
 def _way_out(options: Mapping[str, Any]) -> str:

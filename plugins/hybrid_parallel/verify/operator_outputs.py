@@ -1,7 +1,8 @@
-"""Record the outputs of the operators that one module's modeling code calls, by line, to find the first that differs."""
+"""Record what the lines of one module's code return, to find the first that differs."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,8 @@ class _Lines(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         output = function(*args, **(kwargs or {}))
         frame = sys._getframe(1)
+        while frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
         if frame.f_code.co_filename == self._file:
             with torch._C.DisableTorchFunction():
                 name = getattr(function, "__name__", "operator")
@@ -60,3 +63,4 @@ class _Lines(TorchFunctionMode):
 
 
 _NOTHING = nn.Module()  # whose weight is not divided
+_TORCH = os.path.dirname(torch.__file__)
