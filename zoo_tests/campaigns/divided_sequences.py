@@ -20,15 +20,18 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from torch import nn
+
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.train import train_reference
 from shardformer.policies.plans import tables
+from shardformer.policies.plans.attention_alone import attention_outside
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.registry import policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict
 from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, read_log
-from zoo_tests.harness.image_twin import has_towers, image_twin_of
 from zoo_tests.harness.ranks import stop_pools
 from zoo_tests.harness.sound_twin import sound_twin_of
 from zoo_tests.harness.trusted_policy import TRUSTED
@@ -111,6 +114,13 @@ def _verdict_of(head: HeadClass, way: str) -> str:
         return sharded_verdict(head, layout, plain, custom_policy=TRUSTED[way](policy.declared))
     except ConfigurationError as error:  # a plan with a function of its own cannot be sent to ranks
         return str(error).splitlines()[0]
+
+
+def has_towers(model: nn.Module, lists: Iterable[str]) -> bool:
+    """Whether a model has other inputs than texts, or attends outside of its lists of layers."""
+    layers = [layer for path in lists for layer in model.get_submodule(path)]
+    reads_more = any(hasattr(model.config, name) for name in ("vision_config", "audio_config"))
+    return reads_more or bool(attention_outside(model, layers))
 
 
 def plain_run_with_images(plain: PlainRun, policy: PlanPolicy) -> PlainRun | None:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.train import train_reference
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of
 from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, kind_of, read_log, reasons
-from zoo_tests.harness.image_twin import image_twin_of
 from zoo_tests.harness.ranks import stop_pools
 from zoo_tests.harness.sound_twin import sound_twin_of
 

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from plugins.hybrid_parallel.verify.compare import TOLERANCES
+from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.propose import propose_verified
 from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
@@ -40,7 +41,6 @@ from shardformer.policies.registry import policy_for
 from shardformer.utils.module_paths import starred
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import TOLERANCE
-from zoo_tests.harness.image_twin import image_twin_of
 from zoo_tests.harness.ranks import run_on_ranks, stop_pools
 from zoo_tests.harness.sound_twin import sound_twin_of
 

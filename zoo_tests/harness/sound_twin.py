@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plugins.hybrid_parallel.verify.image_twin import in_some
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
-from zoo_tests.harness.image_twin import in_some
 
 _TOKEN, _TEXT = 97, 8  # in the vocabulary of tiny models; tokens of text behind those of a sound
 _NAMES = ("audio_token_id", "audio_token_index")

@@ -20,6 +20,7 @@ from transformers import BioGptConfig, BioGptForCausalLM
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.share_cut import share_cut
 from plugins.hybrid_parallel.verify.train import train_reference
 from shardformer.policies.plans import tables
@@ -29,7 +30,6 @@ from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of
 from zoo_tests.campaigns.divided_sequences import families_to_ship, merged, plain_run_with_images
 from zoo_tests.docs.pages import REPOSITORY, rows_of
-from zoo_tests.harness.image_twin import image_twin_of
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 from zoo_tests.harness.sound_twin import sound_twin_of
 

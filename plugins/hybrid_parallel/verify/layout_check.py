@@ -20,6 +20,7 @@ import copy
 import inspect
 import math
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,10 +38,11 @@ from plugins.hybrid_parallel.distributed import thread_ranks
 from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
 from plugins.hybrid_parallel.planner.proxy_model import quiet
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, compare
+from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.operator_outputs import OperatorLog
 from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
 from plugins.hybrid_parallel.verify.random_batch import batch_for, takes_labels
-from plugins.hybrid_parallel.verify.tiny_model import TwinSizes, build_small, small_config
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
 from plugins.hybrid_parallel.verify.train import (
     Criterion,
     RandomLossError,
@@ -59,6 +61,7 @@ _EXPERTS = 4  # of a small copy
 _MOST_PARAMETERS = 4_000_000  # of a copy, of which each rank gets a part
 _LEAST_ROWS = 7  # samples, which differ in length and padding
 _LENGTH = 300
+_OTHER_PARTS = "its parameters are not those that its class makes of its configuration"
 # Options that decide what is computed where. The others are about devices, files, memory and time.
 _KEPT = (
     ("tp_size", "pp_size", "cp_size", "ep_size", "enable_sequence_parallelism", "sequence_parallelism_mode")
@@ -223,7 +226,7 @@ def _plain(subject: CheckedModel, options: dict[str, Any]) -> tuple[VerifyCase, 
     parallel = HybridParallelConfig.from_options(**options)
     stages, reasons = parallel.parallel.pp_size * parallel.chunks_per_rank, []
     parts = (options.get("num_microbatches") or options["pp_size"]) * options["dp_size"]
-    for make in (_whole_size, _small_size, _own_object):
+    for make in (_with_images, _whole_size, _small_size, _own_object):
         for precision, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
             try:
                 copies, criterion = make(subject, options["tp_size"], stages, dtype)
@@ -239,6 +242,22 @@ def _plain(subject: CheckedModel, options: dict[str, Any]) -> tuple[VerifyCase, 
             except Exception as error:  # models fail with arbitrary exception types
                 reasons.append(_sentence(error))
     raise NotCheckedError(reasons[0] if len(set(reasons)) == 1 else f"{reasons[0]}; {reasons[-1]}")
+
+
+def _with_images(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[Subject, Any]:
+    """Copy a model of texts and images, by its class and its configuration with small sizes."""
+    model = model_inside(subject.model)
+    config, kind = _config_of(model), type(model)
+    if not hasattr(config, "vision_config") or getattr(sys.modules[kind.__module__], kind.__name__, None) is not kind:
+        raise NotCheckedError("it takes no images")
+    small = small_config(config, TwinSizes.of(config, tp_size, stages))
+    twin = image_twin_of(TinyModel(kind.__module__, kind.__name__, small, dtype))
+    if twin is None:
+        raise NotCheckedError("no image was found that it takes")
+    built = twin.build()
+    if _parts(built) != _parts(model):
+        raise NotCheckedError(_OTHER_PARTS)
+    return _Copies(built, twin.batch), None
 
 
 def _whole_size(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[Subject, Any]:
@@ -280,7 +299,7 @@ def _twin(model: nn.Module, config: Any, dtype: torch.dtype) -> tuple[Subject, A
         raise NotCheckedError(f"its small copy would have {count:,} parameters")
     built = build_small(type(model), config, dtype)
     if _parts(built) != _parts(model):
-        raise NotCheckedError("its parameters are not those that its class makes of its configuration")
+        raise NotCheckedError(_OTHER_PARTS)
     criterion = None if takes_labels(type(model)) else distance_from_wave
 
     def batches(model: nn.Module, step: int, rows: int) -> dict[str, Any]:

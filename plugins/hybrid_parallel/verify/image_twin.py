@@ -1,9 +1,9 @@
-"""ImageTwin: a tiny model of texts with images in its batches; those of `booster verify` have texts alone."""
+"""Tiny models of texts with images in their batches; those of `TinyModel` have texts alone."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
-from shardformer.policies.plans.attention_alone import attention_outside
 
 _TOKEN, _TEXT = 98, 8  # in the vocabulary of tiny models; tokens of text behind those of an image
 _NAMES = ("image_token_id", "image_token_index")
@@ -32,7 +31,7 @@ Images = Callable[[Any, int, torch.Generator], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class ImageTwin(TinyModel):
-    """A tiny model each of whose samples begins with an image.
+    """Tiny model each of whose samples begins with an image.
 
     Attributes:
         style: name of the form in which the class takes images, one of `STYLES`.
@@ -69,7 +68,7 @@ class ImageTwin(TinyModel):
 
 
 def in_some(rows: int, media: dict[str, Tensor]) -> list[int]:
-    """The numbers of images or sounds of samples, half of which have none; `media` has those of others alone."""
+    """Return the numbers of images or sounds of samples, half of which have none; `media` has those of others alone."""
     without = (rows + 1) // 2
     values = next(iter(media.values()))
     if values.dim() == 5 and len(media) == 1 or "pixel_attention_mask" in media and values.dim() == 5:
@@ -82,7 +81,7 @@ def in_some(rows: int, media: dict[str, Tensor]) -> list[int]:
 
 
 def image_twin_of(twin: TinyModel) -> ImageTwin | None:
-    """The twin with images in the first style in which they reach the loss; None if there is none."""
+    """Return the twin with images in the first style in which they reach the loss; None if there is none."""
     for style in STYLES:
         config = type(twin.config).from_dict(twin.config.to_dict())
         fit_towers(config)
@@ -121,13 +120,6 @@ def fit_towers(config: Any) -> None:
         vision.intermediate_size = int(vision.hidden_size / vision.pixel_shuffle_ratio**2)
 
 
-def has_towers(model: nn.Module, lists: Iterable[str]) -> bool:
-    """Return whether a model has other inputs than texts, or attends outside of its lists of layers."""
-    layers = [layer for path in lists for layer in model.get_submodule(path)]
-    reads_more = any(hasattr(model.config, name) for name in ("vision_config", "audio_config"))
-    return reads_more or bool(attention_outside(model, layers))
-
-
 def _projections_of_towers(model: nn.Module) -> list[nn.Module]:
     names = ("vision", "visual", "image")
     towers = [module for name, module in model.named_modules() if any(each in name.split(".")[-1] for each in names)]
@@ -135,7 +127,7 @@ def _projections_of_towers(model: nn.Module) -> list[nn.Module]:
 
 
 def _tokens_of(model: nn.Module, images: dict[str, Tensor]) -> int:
-    """Number of the tokens that images become."""
+    """Count the tokens that images become."""
     owner = model if hasattr(model, "get_image_features") else model.base_model
     with torch.no_grad():
         found = owner.get_image_features(**images)
@@ -176,7 +168,7 @@ def _masked_tiles(config: Any, rows: int, generator: torch.Generator) -> dict[st
 
 
 def _frames(config: Any) -> int:
-    """Number of frames in a patch."""
+    """Return the number of frames in a patch."""
     return getattr(config, "temporal_patch_size", None) or getattr(config, "patch_temporal", 1)
 
 
