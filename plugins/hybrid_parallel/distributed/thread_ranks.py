@@ -40,8 +40,10 @@ class _Meeting:
 class _Place:
     """What the ranks of one run share. A rank runs while it holds `turn`."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
         self.turn = threading.Condition()
+        self.num_running = world_size  # ranks that have not ended
+        self._waits: dict[int, Callable[[], bool]] = {}  # by thread
         self.meetings: dict[tuple, _Meeting] = {}
         self.messages: dict[tuple, dict[int, Tensor]] = defaultdict(dict)
         self.errors: list[BaseException] = []
@@ -50,11 +52,20 @@ class _Place:
         """Let other ranks run until `is_done`."""
         if is_done():
             return
-        state = torch.get_rng_state()
+        state, own = torch.get_rng_state(), threading.get_ident()
+        self._waits[own] = is_done
+        self.end_deadlock()
         self.turn.wait_for(lambda: self.errors or is_done())
+        del self._waits[own]
         if self.errors:
             raise _EndOfRank
         torch.set_rng_state(state)
+
+    def end_deadlock(self) -> None:
+        """End all ranks if each waits for another."""
+        if self._waits and len(self._waits) == self.num_running and not any(done() for done in self._waits.values()):
+            self.errors.append(RuntimeError("all ranks wait for messages or collectives that no other takes part in"))
+            self.turn.notify_all()
 
 
 class _Work:
@@ -194,7 +205,7 @@ def run_on_threads(function: Callable[..., Any], world_size: int, *arguments: An
     Raises:
         Exception: the first error of a rank, as it was raised there; the other ranks have ended.
     """
-    place, store, results = _Place(), dist.HashStore(), [None] * world_size
+    place, store, results = _Place(world_size), dist.HashStore(), [None] * world_size
 
     def run(rank: int, new_world: type) -> None:
         _of_thread.place, _of_thread.world = place, new_world(None, {}, {}, {}, {}, 0, {}, {}, {}, [])
@@ -210,6 +221,8 @@ def run_on_threads(function: Callable[..., Any], world_size: int, *arguments: An
             finally:
                 ProcessGroups.forget()
                 dist.destroy_process_group()
+                place.num_running -= 1
+                place.end_deadlock()
                 place.turn.notify_all()
 
     with _worlds_of_threads() as new_world, torch.autograd.set_multithreading_enabled(False):

@@ -21,6 +21,7 @@ import inspect
 import math
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
 from plugins.hybrid_parallel.planner.proxy_model import quiet
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, compare
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
+from plugins.hybrid_parallel.verify.module_outputs import OutputLog
 from plugins.hybrid_parallel.verify.operator_outputs import OperatorLog
 from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
 from plugins.hybrid_parallel.verify.random_batch import batch_for, takes_labels
@@ -60,6 +62,7 @@ _LONGEST_AXIS = 16
 _EXPERTS = 4  # of a small copy
 _MOST_PARAMETERS = 4_000_000  # of a copy, of which each rank gets a part
 _LEAST_ROWS = 7  # samples, which differ in length and padding
+_LONGEST_S = 10  # of the processor, for a step of one rank
 _LENGTH = 300
 _OTHER_PARTS = "its parameters are not those that its class makes of its configuration"
 # Options that decide what is computed where. The others are about devices, files, memory and time.
@@ -111,10 +114,17 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Subject whose copies all come from one model, which is built once."""
+    """Subject whose copies all come from one model, which is built once.
+
+    Attributes:
+        built: the model.
+        batches: makes a batch of a model, a step and a number of samples.
+        is_users: whether it is the user's own object, with a batch of the user's.
+    """
 
     built: nn.Module
     batches: Callable[[nn.Module, int, int], dict[str, Any]]
+    is_users: bool = False
 
     @property
     def name(self) -> str:
@@ -125,6 +135,19 @@ class _Copies:
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         return copy.deepcopy(self.batches(model, step, rows))
+
+
+class _LimitedLog(OutputLog):
+    """Recorder that ends a pass which takes too much time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._end = time.thread_time() + _LONGEST_S
+
+    def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        if time.thread_time() > self._end:
+            raise NotCheckedError(f"a step of its small copy takes longer than {_LONGEST_S} s")
+        super()._after(name, module, args, output)
 
 
 @random_numbers_apart()
@@ -193,19 +216,18 @@ def _difference(subject: CheckedModel, options: dict[str, Any], world_size: int)
     Raises:
         Exception: the model cannot be checked.
     """
-    trial, plain, precision = _plain(subject, options)
-    if any(isinstance(each, _BatchNorm) for each in trial.tiny_model.built.modules()):
-        # Its statistics are those of a part of the batch, which `boost` says.
-        options = options | {"num_microbatches": 1, "dp_size": 1}
-        trial, world_size = replace(trial, options=options), world_size // trial.options["dp_size"]
+    if _loses_by_parts(subject.model):
         if options["ep_size"] > 1:
-            raise NotCheckedError("it normalises over its batch, which replicas divide")
+            raise NotCheckedError("what it computes of a part of a batch may differ, and replicas divide the batch")
+        world_size //= options["dp_size"]
+        options = options | {"num_microbatches": 1, "dp_size": 1, "pp_style": "1f1b", "num_model_chunks": None}
+    trial, plain, precision = _plain(subject, options)
     try:
         ranks = run_on_threads(_train, world_size, trial)
-    except (ConfigurationError, NotImplementedError):
+    except (ConfigurationError, NotCheckedError, NotImplementedError):
         raise  # boost() decides on the layout of the model itself
     except Exception as error:
-        if _is_of_threads(error):
+        if _is_of_threads(error) or trial.tiny_model.is_users:
             raise
         return f"the first pass fails: {_sentence(error)}"
     first = compare(plain, ranks, TOLERANCES[precision]).first
@@ -214,6 +236,15 @@ def _difference(subject: CheckedModel, options: dict[str, Any], world_size: int)
     with suppress(OSError, TypeError):  # there is no source
         return f"{first.text}{_place(trial, first, world_size, precision)}"
     return first.text
+
+
+def _loses_by_parts(model: nn.Module) -> bool:
+    """Return whether parts of a batch may add up to another loss, which is known, and no fault of a layout.
+
+    So do the statistics of batch norms, and means of losses that are not transformers' own over unequal counts.
+    """
+    is_own = not type(model_inside(model)).__module__.startswith("transformers.")
+    return is_own or any(isinstance(each, _BatchNorm) for each in model.modules())
 
 
 def _train(trial: VerifyCase) -> Trace:
@@ -230,13 +261,9 @@ def _plain(subject: CheckedModel, options: dict[str, Any]) -> tuple[VerifyCase, 
         for precision, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
             try:
                 copies, criterion = make(subject, options["tp_size"], stages, dtype)
-                trial = VerifyCase(copies, max(2 * parts + 1, _LEAST_ROWS), 1, options, criterion)
-                try:
-                    return trial, train_reference(trial), precision
-                except RandomLossError:
-                    trial = replace(trial, draws_alike=True)
-                    return trial, train_reference(trial), precision
-            except NotCheckedError as error:
+                trial = VerifyCase(copies, max(2 * parts + 1, _LEAST_ROWS), 1, options, criterion, record=_LimitedLog)
+                return trial, train_reference(trial), precision
+            except (NotCheckedError, RandomLossError) as error:
                 reasons.append(str(error))
                 break
             except Exception as error:  # models fail with arbitrary exception types
@@ -287,9 +314,11 @@ def _own_object(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.d
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
     given = {key: _cast(value, dtype) for key, value in subject.batch().items()}
-    return _Copies(model, lambda _, __, rows: {key: _rows(value, rows) for key, value in given.items()}), (
-        subject.criterion
-    )
+
+    def batches(model: nn.Module, step: int, rows: int) -> dict[str, Any]:
+        return {key: _rows(value, rows) for key, value in given.items()}
+
+    return _Copies(model, batches, is_users=True), subject.criterion
 
 
 def _twin(model: nn.Module, config: Any, dtype: torch.dtype) -> tuple[Subject, Any]:
