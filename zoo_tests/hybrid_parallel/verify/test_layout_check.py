@@ -1,0 +1,219 @@
+"""The layout check: silent on what is exact, and planted faults of all kinds are found before anything is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+from booster import Booster, ConfigurationError
+from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
+from plugins.hybrid_parallel.verify import before_boost
+from plugins.hybrid_parallel.verify.layout_check import CheckedModel, LayoutReport, check_layout, checked_layouts
+from zoo_tests.harness.ranks import distributed
+
+TP, PP, CP = {"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}, {"cp_size": 2}
+SP = {"tp_size": 2, "enable_sequence_parallelism": True}
+EXCHANGED = {**SP, "sequence_parallelism_mode": "all_to_all"}
+MLP, LAYER = modeling_llama.LlamaMLP.forward, modeling_llama.LlamaDecoderLayer.forward
+
+
+def llama(**sizes: Any) -> nn.Module:
+    given = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "pad_token_id": 0}
+    config = LlamaConfig(**given | {"num_attention_heads": 4, "num_key_value_heads": 2} | sizes)
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def _mlp(features: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A forward of a feed-forward that passes both of its columns through a function."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.down_proj(features(self.gate_proj(x), self.up_proj(x)))
+
+    return forward
+
+
+def _layer(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A forward of a layer with another output."""
+    return lambda self, *args, **kwargs: change(LAYER(self, *args, **kwargs))
+
+
+def _positions(x: Tensor) -> Tensor:
+    return torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[None, :, None].log1p()
+
+
+def _handed_on(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """The first layer's output is kept aside, and read by the last."""
+    attention, hidden = self.self_attn, LAYER(self, *args, **kwargs)
+    kept = vars(attention.config).get("_kept")
+    attention.config._kept = hidden if attention.layer_idx == 0 else kept
+    return hidden + kept if attention.layer_idx == 3 and kept is not None else hidden
+
+
+# What is planted -> the method of Llama's that it replaces, and the layouts under which it is a fault.
+FAULTS: dict[str, tuple[type, Callable[..., Any], tuple[dict[str, Any], ...]]] = {
+    **{
+        name: (modeling_llama.LlamaMLP, _mlp(features), (TP,))
+        for name, features in {
+            "softmax": lambda g, u: (g * u).softmax(-1),
+            "logsumexp": lambda g, u: g - u.logsumexp(-1, keepdim=True),
+            "mean": lambda g, u: g * u - (g * u).mean(-1, keepdim=True),
+            "standard deviation": lambda g, u: g / (1 + u.std(-1, keepdim=True)),
+            "norm": lambda g, u: nn.functional.normalize(g * u, dim=-1),
+            "layer norm": lambda g, u: nn.functional.layer_norm(g * u, g.shape[-1:]),
+            "top k": lambda g, u: g * (u >= u.topk(8, -1).values[..., -1:]),
+            "sorted": lambda g, u: g * u.sort(-1).values,
+            "cumulative sum": lambda g, u: g * u.cumsum(-1),
+            "largest": lambda g, u: g / u.abs().max(),
+            "comparison": lambda g, u: g * (u >= u.max(-1, keepdim=True).values),
+            "in another order": lambda g, u: g * u.flip(-1),
+            "neighbours": lambda g, u: g * u.roll(1, -1),
+            "first feature": lambda g, u: g * u[..., :1],
+            "number of features": lambda g, u: g * u * u.shape[-1] ** -0.5,
+            "numbers of features": lambda g, u: g * u * torch.arange(u.shape[-1]).to(u.dtype),
+        }.items()
+    },
+    **{
+        name: (modeling_llama.LlamaDecoderLayer, _layer(change), layouts)
+        for name, (change, layouts) in {
+            "mean of samples": (lambda x: x - x.mean(0, keepdim=True), (PP,)),
+            "largest of samples": (lambda x: x / x.abs().max(), (PP, CP)),
+            "number of samples": (lambda x: x / len(x), (PP,)),
+            "mean of tokens": (lambda x: x - x.mean(1, keepdim=True), (SP, CP, EXCHANGED)),
+            "cumulative sum of tokens": (lambda x: x + 0.1 * x.cumsum(1), (CP,)),
+            "next token": (lambda x: x + x.roll(1, 1), (SP,)),
+            "first token": (lambda x: x + x[:, :1], (CP,)),
+            "positions by length": (lambda x: x * _positions(x), (CP, EXCHANGED)),
+            "length": (lambda x: x * x.shape[1] ** -0.5, (CP,)),
+        }.items()
+    },
+    "between stages": (modeling_llama.LlamaDecoderLayer, _handed_on, (PP,)),
+}
+FAST = ("softmax", "mean of samples")
+CASES = [
+    pytest.param(name, layout, id=f"{name}-{index}", marks=() if name in FAST else pytest.mark.slow)
+    for name, (_, _, layouts) in FAULTS.items()
+    for index, layout in enumerate(layouts)
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_planted_fault_is_found(name: str, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, forward, _ = FAULTS[name]
+    monkeypatch.setattr(owner, "forward", forward)
+    report = check_layout(CheckedModel(llama()), layout, 2)
+    assert len(report.findings) == 1 and not report.proved
+    assert f"under {next(iter(layout))}=2" in report.findings[0] and "check_layout='warn'" in report.findings[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ({**TP, **PP}, 4),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(CP, 2), (SP, 2), (EXCHANGED, 2), (TP | CP, 8)]),
+    ],
+)
+def test_nothing_is_found_where_training_is_exact(layout: dict[str, Any], world_size: int) -> None:
+    numbers = torch.get_rng_state()
+    report = check_layout(CheckedModel(llama()), layout, world_size)
+    assert len(report.proved) == 1 and not report.findings + report.not_checked
+    assert torch.equal(torch.get_rng_state(), numbers) and not dist.is_initialized()
+
+
+def test_large_layouts_are_tried_by_their_axes() -> None:
+    options = {"tp_size": 8, "cp_size": 8, "pp_size": 16, "num_microbatches": 64, "precision": "bf16"}
+    sizes = [
+        ([small[f"{axis}_size"] for axis in ("tp", "pp", "cp", "ep", "dp")], count)
+        for small, count in checked_layouts(options, 8 * 8 * 16 * 64)
+    ]
+    assert sizes == [([2, 2, 2, 1, 1], 8), ([8, 1, 1, 1, 1], 8), ([1, 16, 1, 1, 1], 16), ([1, 1, 8, 1, 1], 8)]
+
+
+def test_what_cannot_be_checked_is_one_sentence() -> None:
+    report = check_layout(CheckedModel(nn.Linear(3, 5)), TP, 2)
+    [reason] = report.not_checked
+    assert reason.startswith("Linear, tp 2 x pp 1 x dp 1, not checked: ") and not report.findings
+
+
+def _in_a_job(mode: str, folder: str) -> str:
+    os.environ["XDG_CACHE_HOME"] = folder
+    before = os.environ.pop("BOOSTER_CHECK_LAYOUT", None)
+    model = LlamaForCausalLM(llama().config)
+    weights = {name: param.clone() for name, param in model.named_parameters()}
+    try:
+        plugin = HybridParallelPlugin(**TP, check_layout=mode)
+        Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except ConfigurationError as error:
+        assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
+        return str(error)
+    finally:
+        os.environ["BOOSTER_CHECK_LAYOUT"] = before or "off"
+    return "boosted"
+
+
+@distributed(2)
+def test_boost_refuses_on_all_ranks_before_anything_is_changed(tmp_path: str) -> None:
+    modeling_llama.LlamaMLP.forward = FAULTS["softmax"][1]
+    try:
+        assert "model.layers.0.mlp.down_proj" in _in_a_job("refuse", f"{tmp_path}/faulty")
+        assert [_in_a_job(mode, f"{tmp_path}/faulty") for mode in ("warn", "off")] == ["boosted"] * 2
+    finally:
+        modeling_llama.LlamaMLP.forward = MLP
+    assert _in_a_job("refuse", f"{tmp_path}/sound") == "boosted"
+
+
+def test_an_answer_is_kept_until_a_source_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: list[int] = []
+    monkeypatch.setattr(before_boost, "check_layout", lambda *_: asked.append(1) or LayoutReport(findings=["wrong"]))
+    for changed in (0, 0, 1):
+        monkeypatch.setattr(before_boost, "_sources", lambda changed=changed: changed)
+        objects = SimpleNamespace(model=llama(), criterion=None, dataloaders=[])
+        assert before_boost._report(objects, TP, 2).findings == ["wrong"]
+    assert len(asked) == 2
+
+
+def _talk() -> tuple[list[float], float]:
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    total, parts = torch.tensor([float(rank + 1)]), torch.empty(2)
+    work = dist.all_reduce(total, async_op=True)
+    received = torch.empty(1)
+    works = [dist.irecv(received, other), dist.isend(torch.tensor([10.0 + rank]), other)]
+    drawn = torch.rand(()).item()
+    for each in (work, *works):
+        each.wait()
+    dist.all_gather_into_tensor(parts, received)
+    return [*total.tolist(), *parts.tolist()], drawn
+
+
+def test_threads_talk_as_ranks_do() -> None:
+    results = run_on_threads(_talk, 2)
+    assert [values for values, _ in results] == [[3.0, 11.0, 10.0]] * 2
+    assert results[0][1] == results[1][1]  # each rank has torch's random numbers for itself
+
+
+def _wait_in_vain() -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.empty(1), 1)
+
+
+def _fail_alone() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no")
+    dist.barrier()
+
+
+@pytest.mark.parametrize(("function", "error"), [(_wait_in_vain, RuntimeError), (_fail_alone, ValueError)])
+def test_no_thread_waits_forever(function: Callable[[], None], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        run_on_threads(function, 3)
