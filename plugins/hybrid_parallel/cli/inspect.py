@@ -6,6 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from booster.cli.command_parser import CommandParser, prints_json, write_json
 from booster.errors import ConfigurationError
@@ -22,7 +25,7 @@ from plugins.hybrid_parallel.pipeline.timeline import read_timelines
 
 # Requested output -> options that have an effect on it.
 _USED_FOR = {
-    "a model": ("head", "tp", "pp", "schedule", "chunks", "precision", "html", "json"),
+    "a model": ("head", "tp", "pp", "schedule", "chunks", "precision", "check", "html", "json"),
     "a schedule": (
         *("schedule", "pp", "microbatches", "chunks", "forward", "backward", "weights", "send"),
         *("png", "trace", "json"),
@@ -90,7 +93,18 @@ def _show_model(options: argparse.Namespace) -> int:
         write_json({"model": options.model, **layout, "ranks": shards_as_json(ranks)}, options.json)
     if options.html is not None:
         write_page(ranks, title, options.html)
-    return 0
+    return _check(options, chosen) if options.check else 0
+
+
+def _check(options: argparse.Namespace, chosen: dict[str, Any]) -> int:
+    """Train a small copy of the model under the layout, and print whether it is exact."""
+    from plugins.hybrid_parallel.verify.layout_check import CheckedModel, check_layout
+
+    with torch.device("meta"):
+        model = model_builder(options.model, options.head)()
+    report = check_layout(CheckedModel(model), chosen, options.tp * (options.pp or 1))
+    sys.stdout.write("\n".join(["", *report.lines()]) + "\n")
+    return int(bool(report.findings))
 
 
 def _predicted(options: argparse.Namespace) -> Timeline:
@@ -157,6 +171,7 @@ def parser() -> CommandParser:
         "--recorded", type=Path, help="show what HybridParallelPlugin(record_schedule=DIRECTORY) wrote"
     )
     command.add_argument("--step", type=int, help="of a recording; the last one by default")
+    command.add_argument("--check", action="store_true", help="train a small copy of a model under the layout, too")
     command.add_argument("--html", type=Path, help="write a page of a model")
     command.add_argument("--png", type=Path, help="draw a picture")
     command.add_argument("--trace", type=Path, help="write a trace for chrome://tracing or ui.perfetto.dev")

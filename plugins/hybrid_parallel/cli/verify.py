@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+from torch import nn
+
 from booster.cli.command_parser import CommandParser, prints_json, write_json
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places, refuse_without_pipeline
@@ -17,6 +20,7 @@ from plugins.hybrid_parallel.cli.models import model_of
 from plugins.hybrid_parallel.cli.proposal import plan_of_file, propose, refuse_bad_output, show
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.verify.compare import TOLERANCES
+from plugins.hybrid_parallel.verify.layout_check import CheckedModel, check_layout
 from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
 from plugins.hybrid_parallel.verify.propose import RANKS
 from plugins.hybrid_parallel.verify.report import allowed
@@ -24,6 +28,7 @@ from plugins.hybrid_parallel.verify.report import to_text as verdict_to_text
 from plugins.hybrid_parallel.verify.verify import Verification, verify
 
 _DIFFERENT = 1
+_MOST_PROCESSES = 16  # ranks that are started on this machine
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,12 +60,29 @@ def main(arguments: Sequence[str]) -> int:
         plugin_options["custom_policy"] = proposal.plan.policy()
     elif options.plan is not None:
         plugin_options["custom_policy"] = plan_of_file(options.plan).policy()
+    world_size = options.tp * options.pp * options.cp * plugin_options["dp_size"]
+    if world_size > _MOST_PROCESSES:
+        return _check_without_ranks(config, model_class, plugin_options, world_size, options.json)
     found = verify(config, model_class, plugin_options, options.precision, options.steps, options.timeout, criterion)
     if not prints_json(options.json):
         sys.stdout.write(to_text(found))
     if options.json is not None:
         write_json(as_json(found) | ({} if proposal is None else proposal.as_json()), options.json)
     return 0 if found.verdict.first is None else _DIFFERENT
+
+
+def _check_without_ranks(
+    config: Any, model_class: type[nn.Module], plugin_options: dict[str, Any], world_size: int, path: Any
+) -> int:
+    """Check a layout with more ranks than this machine can start, axis by axis."""
+    with torch.device("meta"):
+        model = model_class(config)
+    report = check_layout(CheckedModel(model), plugin_options, world_size)
+    if not prints_json(path):
+        sys.stdout.write("\n".join(report.lines()) + "\n")
+    if path is not None:
+        write_json({"model": model_class.__name__, "ranks": world_size, **asdict(report)}, path)
+    return _DIFFERENT if report.findings else 0
 
 
 def to_text(found: Verification) -> str:
