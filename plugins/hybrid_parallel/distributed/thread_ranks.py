@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed import multi_threaded_pg as torchs
 
 from shardformer.distributed.process_groups import ProcessGroups
 
@@ -84,110 +85,104 @@ class _Work:
 _of_thread = threading.local()  # place, and world: torch's record of the groups of a rank
 
 
-def _group_class() -> type[dist.ProcessGroup]:
-    """Return the class of process groups; torch's tests are no part of training, and imported when it is needed."""
-    from torch.testing._internal.distributed import multi_threaded_pg as torchs
+class _ThreadGroup(dist.ProcessGroup):
+    """Process group of one rank."""
 
-    class ThreadGroup(dist.ProcessGroup):
-        supports_coalescing, options = False, None
+    supports_coalescing, options = False, None
 
-        def __init__(self, rank: int, size: int) -> None:
-            super().__init__(rank, size)
-            self._place, self._count = _of_thread.place, 0
-            self._own, self._size = rank, size
-            self._sent: dict[tuple, int] = defaultdict(int)
-            self._expected: dict[tuple, int] = defaultdict(int)
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._place, self._count = _of_thread.place, 0
+        self._own, self._size = rank, size
+        self._sent: dict[tuple, int] = defaultdict(int)
+        self._expected: dict[tuple, int] = defaultdict(int)
 
-        # What torch's functions ask of a group. A class in Python is its own backend.
-        _device_types = property(lambda self: [torch.device("cpu")])
-        group_name = pg_name = name = property(lambda self: c10d._world.pg_names[self])
+    # What torch's functions ask of a group. A class in Python is its own backend.
+    _device_types = property(lambda self: [torch.device("cpu")])
+    group_name = pg_name = name = property(lambda self: c10d._world.pg_names[self])
 
-        def _get_backend(self, device: torch.device) -> ThreadGroup:
-            return self
+    def _get_backend(self, device: torch.device) -> _ThreadGroup:
+        return self
 
-        def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-            return _BACKEND
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return _BACKEND
 
-        def _meet(self, collective: Any, given: Any) -> _Work:
-            self._count += 1
-            key, meetings = (self.name, self._count), self._place.meetings
-            meeting = meetings.setdefault(key, _Meeting(self._size))
-            meeting.given[self._own] = given
-            meeting.num_missing -= 1
-            if not meeting.num_missing:
-                collective.work(meetings.pop(key).given)
-                meeting.given.clear()
-                self._place.turn.notify_all()
-            return _Work(self._place, lambda: not meeting.num_missing)
-
-        def allreduce(self, tensors: list[Tensor], opts: Any) -> _Work:
-            return self._meet(torchs.AllReduce(opts.reduceOp), tensors)
-
-        def barrier(self, opts: Any = None) -> _Work:
-            return self.allreduce([torch.ones(1)], dist.AllreduceOptions())
-
-        def broadcast(self, tensors: list[Tensor], opts: Any) -> _Work:
-            return self._meet(torchs.Broadcast(opts.rootRank), tensors)
-
-        def allgather(self, out: list[list[Tensor]], x: list[Tensor], opts: Any = None) -> _Work:
-            return self._meet(torchs.AllGather(), (out, x))
-
-        def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> _Work:
-            return self.allgather([list(out.chunk(self._size))], [x])
-
-        def reduce_scatter(self, out: list[Tensor], x: list[list[Tensor]], opts: Any) -> _Work:
-            return self._meet(torchs.ReduceScatter(opts.reduceOp), (out, x))
-
-        def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any) -> _Work:
-            return self.reduce_scatter([out], [list(x.chunk(self._size))], opts)
-
-        def all_to_all_single(self, out: Tensor, x: Tensor, received: Any, sent: Any, opts: Any = None) -> _Work:
-            return self._meet(torchs.AllToAllBase(), (out, x, received, sent))
-
-        def alltoall(self, out: list[Tensor], x: list[Tensor], opts: Any = None) -> _Work:
-            return self._meet(torchs.AllToAll(), (out, x))
-
-        def gather(self, out: Any, x: list[Tensor], opts: Any) -> _Work:
-            return self._meet(torchs.Gather(opts.rootRank), (out, x))
-
-        def scatter(self, out: list[Tensor], x: Any, opts: Any) -> _Work:
-            return self._meet(torchs.Scatter(opts.rootRank), (out, x))
-
-        # Before torch 2.13
-        _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
-        alltoall_base = all_to_all_single
-
-        def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> _Work:
-            number, self._sent[to, tag] = self._sent[to, tag], self._sent[to, tag] + 1
-            self._place.messages[self.name, self._own, to, tag][number] = tensors[0].detach().clone()
+    def _meet(self, collective: Any, given: Any) -> _Work:
+        self._count += 1
+        key, meetings = (self.name, self._count), self._place.meetings
+        meeting = meetings.setdefault(key, _Meeting(self._size))
+        meeting.given[self._own] = given
+        meeting.num_missing -= 1
+        if not meeting.num_missing:
+            collective.work(meetings.pop(key).given)
+            meeting.given.clear()
             self._place.turn.notify_all()
-            return _Work(self._place, lambda: True)
+        return _Work(self._place, lambda: not meeting.num_missing)
 
-        def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Work:
-            number, self._expected[source, tag] = self._expected[source, tag], self._expected[source, tag] + 1
-            arrived = self._place.messages[self.name, source, self._own, tag]
-            copy = tensors[0].detach().copy_
-            return _Work(self._place, lambda: number in arrived, lambda: copy(arrived.pop(number)))
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> _Work:
+        return self._meet(torchs.AllReduce(opts.reduceOp), tensors)
 
-    return ThreadGroup
+    def barrier(self, opts: Any = None) -> _Work:
+        return self.allreduce([torch.ones(1)], dist.AllreduceOptions())
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> _Work:
+        return self._meet(torchs.Broadcast(opts.rootRank), tensors)
+
+    def allgather(self, out: list[list[Tensor]], x: list[Tensor], opts: Any = None) -> _Work:
+        return self._meet(torchs.AllGather(), (out, x))
+
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> _Work:
+        return self.allgather([list(out.chunk(self._size))], [x])
+
+    def reduce_scatter(self, out: list[Tensor], x: list[list[Tensor]], opts: Any) -> _Work:
+        return self._meet(torchs.ReduceScatter(opts.reduceOp), (out, x))
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any) -> _Work:
+        return self.reduce_scatter([out], [list(x.chunk(self._size))], opts)
+
+    def all_to_all_single(self, out: Tensor, x: Tensor, received: Any, sent: Any, opts: Any = None) -> _Work:
+        return self._meet(torchs.AllToAllBase(), (out, x, received, sent))
+
+    def alltoall(self, out: list[Tensor], x: list[Tensor], opts: Any = None) -> _Work:
+        return self._meet(torchs.AllToAll(), (out, x))
+
+    def gather(self, out: Any, x: list[Tensor], opts: Any) -> _Work:
+        return self._meet(torchs.Gather(opts.rootRank), (out, x))
+
+    def scatter(self, out: list[Tensor], x: Any, opts: Any) -> _Work:
+        return self._meet(torchs.Scatter(opts.rootRank), (out, x))
+
+    # Before torch 2.13
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> _Work:
+        number, self._sent[to, tag] = self._sent[to, tag], self._sent[to, tag] + 1
+        self._place.messages[self.name, self._own, to, tag][number] = tensors[0].detach().clone()
+        self._place.turn.notify_all()
+        return _Work(self._place, lambda: True)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Work:
+        number, self._expected[source, tag] = self._expected[source, tag], self._expected[source, tag] + 1
+        arrived = self._place.messages[self.name, source, self._own, tag]
+        copy = tensors[0].detach().copy_
+        return _Work(self._place, lambda: number in arrived, lambda: copy(arrived.pop(number)))
 
 
 @contextmanager
-def _worlds_of_threads() -> Iterator[type]:
+def _worlds_of_threads() -> Iterator[None]:
     """Let torch's functions see the world of the thread that calls them; other threads keep the process's own."""
-    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld, WorldData
 
-    class Worlds(ThreadLocalWorld):
+    class Worlds(torchs.ThreadLocalWorld):
         def _get_world(self) -> Any:
             return getattr(_of_thread, "world", own)
 
-    group_class = _group_class()
-    dist.Backend.register_backend(_BACKEND, lambda _, rank, size, __: group_class(rank, size), devices=["cpu"])
+    dist.Backend.register_backend(_BACKEND, lambda _, rank, size, __: _ThreadGroup(rank, size), devices=["cpu"])
     own, hook, state = c10d._world, sys.excepthook, torch.get_rng_state()
     c10d._world = Worlds()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
-        yield WorldData
+        yield
     finally:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         c10d._world, sys.excepthook = own, hook  # init_process_group wraps the hook each time, to add the rank
@@ -207,8 +202,8 @@ def run_on_threads(function: Callable[..., Any], world_size: int, *arguments: An
     """
     place, store, results = _Place(world_size), dist.HashStore(), [None] * world_size
 
-    def run(rank: int, new_world: type) -> None:
-        _of_thread.place, _of_thread.world = place, new_world(None, {}, {}, {}, {}, 0, {}, {}, {}, [])
+    def run(rank: int) -> None:
+        _of_thread.place, _of_thread.world = place, torchs.WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])
         with place.turn:
             try:
                 torch.set_rng_state(state)
@@ -225,9 +220,9 @@ def run_on_threads(function: Callable[..., Any], world_size: int, *arguments: An
                 place.end_deadlock()
                 place.turn.notify_all()
 
-    with _worlds_of_threads() as new_world, torch.autograd.set_multithreading_enabled(False):
+    with _worlds_of_threads(), torch.autograd.set_multithreading_enabled(False):
         state = torch.get_rng_state()
-        threads = [threading.Thread(target=run, args=(rank, new_world), daemon=True) for rank in range(world_size)]
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -112,7 +112,7 @@ def fit_towers(config: Any) -> None:
                 setattr(owner, name, text.hidden_size)
     if hasattr(config, "mm_tokens_per_image"):  # pooled from 4 x 4 patches
         config.mm_tokens_per_image = 4
-    if hasattr(config, "image_grid_pinpoints"):  # one tile beside the whole image
+    if hasattr(config, "image_grid_pinpoints"):  # one tile and the whole image
         config.image_grid_pinpoints = [[vision.image_size] * 2]
     if hasattr(config, "vision_feature_layers"):
         config.vision_feature_layers = [-1, -2]

@@ -9,7 +9,7 @@ differ are looked for.
 Why values, and not types of a trace on fake tensors: a checker of types, as spmd_types, needs its own types at each
 collective, which the collectives here, fused with products or run backwards, do not have. DTensor inserts what is
 missing, where this has to find that it is missing. A trace whose shapes tie tells nothing of other heads, another
-order, a sum counted twice, or a gradient that nobody adds up; and each operator needs a rule, which is a false alarm
+order, a sum counted twice, or a gradient that is not added up; and each operator needs a rule, which is a false alarm
 where it is wrong. Values need no rule: with random weights, two functions that agree in fp64 in each gradient are equal
 up to switches that do not fire. What depends on the true sizes alone is not shown.
 """
@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -233,6 +234,8 @@ def _difference(subject: CheckedModel, options: dict[str, Any], world_size: int)
     first = compare(plain, ranks, TOLERANCES[precision]).first
     if first is None:
         return None
+    if compare(plain, [train_reference(trial)], TOLERANCES[precision]).first is not None:
+        raise NotCheckedError("no two plain steps of its small copy agree")
     with suppress(OSError, TypeError):  # there is no source
         return f"{first.text}{_place(trial, first, world_size, precision)}"
     return first.text
@@ -262,7 +265,10 @@ def _plain(subject: CheckedModel, options: dict[str, Any]) -> tuple[VerifyCase, 
             try:
                 copies, criterion = make(subject, options["tp_size"], stages, dtype)
                 trial = VerifyCase(copies, max(2 * parts + 1, _LEAST_ROWS), 1, options, criterion, record=_LimitedLog)
-                return trial, train_reference(trial), precision
+                plain = train_reference(trial)
+                if not all(numpy.isfinite(value).all() for value in plain.steps[0].gradients.values()):
+                    raise NotCheckedError("the gradients of its small copy are not finite, also plainly")
+                return trial, plain, precision
             except (NotCheckedError, RandomLossError) as error:
                 reasons.append(str(error))
                 break
