@@ -8,12 +8,15 @@ between two ranks, collectives that are started and waited for later, and a worl
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -169,6 +172,15 @@ class _ThreadGroup(dist.ProcessGroup):
         return _Work(self._place, lambda: number in arrived, lambda: copy(arrived.pop(number)))
 
 
+def _get_without_lock(self: functools.cached_property, instance: Any, owner: type | None = None) -> Any:
+    """Get a cached property as Python 3.12 does: the lock of Python 3.11, held in a collective, stops other ranks."""
+    if instance is None:
+        return self
+    if self.attrname not in vars(instance):
+        vars(instance)[self.attrname] = self.func(instance)
+    return vars(instance)[self.attrname]
+
+
 @contextmanager
 def _worlds_of_threads() -> Iterator[None]:
     """Let torch's functions see the world of the thread that calls them; other threads keep the process's own."""
@@ -182,14 +194,17 @@ def _worlds_of_threads() -> Iterator[None]:
     c10d._world = Worlds()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
-        yield
+        with mock.patch.object(functools.cached_property, "__get__", _get_without_lock):
+            yield
     finally:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         c10d._world, sys.excepthook = own, hook  # init_process_group wraps the hook each time, to add the rank
         torch.set_rng_state(state)
 
 
-def run_on_threads(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+def run_on_threads(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0
+) -> list[Any]:
     """Run a function on `world_size` ranks that are threads of this process, with a CPU process group of their own.
 
     The process may be a rank of a job, whose groups are not touched.
@@ -199,6 +214,7 @@ def run_on_threads(function: Callable[..., Any], world_size: int, *arguments: An
 
     Raises:
         Exception: the first error of a rank, as it was raised there; the other ranks have ended.
+        TimeoutError: a rank computes for too long.
     """
     place, store, results = _Place(world_size), dist.HashStore(), [None] * world_size
 
@@ -225,8 +241,11 @@ def run_on_threads(function: Callable[..., Any], world_size: int, *arguments: An
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()
+        end = time.monotonic() + timeout_s
         for thread in threads:
-            thread.join()
+            thread.join(max(0.0, end - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            raise TimeoutError(f"a rank has not ended within {timeout_s:.0f} s")
     if place.errors:
         raise place.errors[0]
     return results
