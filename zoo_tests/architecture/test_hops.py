@@ -16,13 +16,13 @@ import pytest
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple
 from zoo_tests.architecture.hops import REPOSITORY, Hops, sizes
 
-SIZES = {"files": 605, "lines": 77_000, "import lines": 6_400, "files with checks": 114}
+SIZES = {"files": 613, "lines": 78_500, "import lines": 6_500, "files with checks": 120}
 HOPS = {
-    "modules at import": 375,
-    "files of boost": 132,
+    "modules at import": 376,
+    "files of boost": 133,
     "files of a first step": 84,
     "files of a step": 80,
-    "functions of a step": 337,
+    "functions of a step": 338,
     "depth of a step": 21,
 }
 

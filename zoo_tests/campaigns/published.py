@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
+from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
 from shardformer.expert_parallel.experts import expert_modules
 from zoo_tests.campaigns.census.classes import HeadClass
 from zoo_tests.campaigns.census.trained import PlainRun, sharded_verdict
 from zoo_tests.campaigns.census.verdict import EXACT, kind_of, reasons
-from zoo_tests.harness.image_twin import image_twin_of
 from zoo_tests.harness.ranks import stop_pools
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {"tp2": {}, "pp2": {}, "sp2": {}, "cp2": {}, "dp2": {"zero_stage": 3}}
@@ -44,9 +44,10 @@ _HEAD = """# Published checkpoints
 Written by `python -m zoo_tests.campaigns.published --output docs/results/published.md`; do not edit.
 
 The configurations of {count} published checkpoints, with divided sizes and all else as published: flags, ratios of
-heads and of feed-forwards, lists of layers, tables of rotary embeddings, soft caps, norms, biases, activations. One
-step is trained plainly and on two ranks, in fp64 where the class can, with images where it takes them; the loss and
-every gradient are compared. dp2 is with ZeRO-3, sp2 is tp2 with sequence parallelism. Weights are drawn, not loaded.
+heads and of feed-forwards, lists of layers, kinds of rotary embeddings, soft caps, norms, biases, activations. At most
+8 experts are left, and the factors of long rotary embeddings are made up. One step is trained plainly and on two ranks,
+in fp64 where the class can, with images where it takes them; the loss and every gradient are compared. dp2 is with
+ZeRO-3, sp2 is tp2 with sequence parallelism. Weights are drawn, not loaded.
 
 """
 

@@ -53,7 +53,7 @@ numbers in fp64, and the largest is shown:
 - movement: the length of the way from the first weights to the last ones, which is wrong if clipping is.
 - weights: the norm of the difference of a tensor after the last step, relative to the norm of the tensor.
 
-The limit is {limit:.0e}. The rows "plain fp32" are transformers and torch in fp32 in one process.
+The limit is {limit:.0e}. Rows "plain fp32", where there are any, are transformers and torch in fp32 in one process.
 
 | Model | Parameters | Layout | losses | norms | movement | weights |
 |---|---|---|---|---|---|---|

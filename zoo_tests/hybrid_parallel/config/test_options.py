@@ -263,7 +263,11 @@ def test_from_config_reads_files_and_dicts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "does not exist"), ("{tp_size: 2}", "is not valid JSON"), ("[1, 2]", "holds a list; give a JSON object")],
+    [
+        (None, "is no file; give one of HybridParallelPlugin options"),
+        ("{tp_size: 2}", "is not valid JSON"),
+        ("[1, 2]", "holds a list; give a JSON object"),
+    ],
 )
 def test_from_config_refuses_other_files(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "options.json"
