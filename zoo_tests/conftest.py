@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     devices = "device of the ranks: simcuda is CUDA in host memory, gpu the GPUs of this machine"
     parser.addoption("--device", choices=("cpu", "simcuda", "gpu"), help=devices)
     parser.addoption("--campaigns", action="store_true", help="run the campaigns too, of which the suite has samples")
-    of_slow = f"run one of {SHARES} tests that are marked slow, and one of each function"
+    of_slow = f"run one of {SHARES} tests that are marked slow, and of each function in its turn"
     parser.addoption("--sample", action="store_true", help=of_slow)
     parser.addoption("--sample-seed", type=int, help="number of the sample; the number of commits if it is not given")
     parser.addoption("--quick", action="store_true", help="leave out what zoo_tests/long_tests.txt names")

@@ -1,4 +1,4 @@
-"""Which of the slow tests `--sample` runs: another sixteenth of them at each commit, and one of each function.
+"""Which of the slow tests `--sample` runs: another sixteenth of them at each commit, and in four all functions.
 
 Functions that only have long cases wait for the commit that has them in its sixteenth: a run of CI has 15 minutes.
 The seed is the number of commits up to this one, so that any sixteen consecutive commits run all tests. The header of a
@@ -15,6 +15,7 @@ from pathlib import Path
 from zoo_tests.harness.long_tests import function_of
 
 SHARES = 16
+TURNS = 4  # consecutive commits, of which one runs a function that has no case in its share
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -44,7 +45,7 @@ def sampled(slow: Iterable[str], others: Collection[str], seed: int, long: Colle
         others: names of the tests that are not slow, all of which run.
         seed: number of the sample; the same again after `SHARES`.
         long: those of the slow that take long. Where the share has no case of a function, the first that is not one of
-            them runs.
+            them runs in its turn.
     """
     cases: dict[str, list[str]] = {}
     for name in slow:
@@ -54,7 +55,7 @@ def sampled(slow: Iterable[str], others: Collection[str], seed: int, long: Colle
     for function, names in cases.items():
         first = zlib.crc32(function.encode())  # functions with few cases are not all in the first shares
         share = [name for place, name in enumerate(names, start=first) if (place - seed) % SHARES == 0]
-        if not share and function not in has_others:
+        if not share and function not in has_others and (first - seed) % TURNS == 0:
             share = [name for name in names if name not in long][:1]
         chosen.update(share)
     return chosen

@@ -1,4 +1,4 @@
-"""The sample of slow tests: sixteen commits run them all, and each one a case of every function.
+"""The sample of slow tests: sixteen commits run them all, and four a case of every function.
 
 What fails here first: a seed that stays the same, and a function that no sample runs.
 """
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from zoo_tests.conftest import pytest_report_header
-from zoo_tests.harness.sample import SHARES, sampled, seed_of_commit
+from zoo_tests.harness.sample import SHARES, TURNS, sampled, seed_of_commit
 
 _FUNCTIONS = {"a.py::test_many": 40, "a.py::test_few": 3, "b.py::test_one": 1, "b.py::test_mixed": 2}
 _SLOW = [f"{name}[{case}]" for name, cases in _FUNCTIONS.items() for case in range(cases)]
@@ -30,15 +30,16 @@ def test_sixteen_consecutive_seeds_run_all(first: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(SHARES))
-def test_each_function_has_a_case(seed: int) -> None:
-    functions = {name.partition("[")[0] for name in (*sampled(_SLOW, _OTHERS, seed, ()), *_OTHERS)}
+def test_each_function_has_a_case_in_a_few_commits(seed: int) -> None:
+    samples = chain(*(sampled(_SLOW, _OTHERS, each, ()) for each in range(seed, seed + TURNS)))
+    functions = {name.partition("[")[0] for name in (*samples, *_OTHERS)}
     assert functions >= _FUNCTIONS.keys()
 
 
 def test_a_long_case_runs_with_its_share_alone() -> None:
     samples = [sampled(_SLOW, _OTHERS, seed, {"a.py::test_few[0]", "b.py::test_one[0]"}) for seed in range(SHARES)]
     few = [[name for name in sample if "test_few" in name] for sample in samples]
-    assert few.count(["a.py::test_few[1]"]) == SHARES - 2, few
+    assert few.count(["a.py::test_few[1]"]) > 1, few
     assert ["a.py::test_few[0]"] in few and ["a.py::test_few[2]"] in few
     assert sum("b.py::test_one[0]" in sample for sample in samples) == 1
 

@@ -18,8 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from booster import Booster
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel import HybridParallelPlugin, ShardedEMA, plugin
+from plugins.hybrid_parallel import HybridParallelPlugin, ShardedEMA
 from plugins.hybrid_parallel.offload import paged_file
+from plugins.hybrid_parallel.setup import optimizer as setup_optimizer
 from plugins.hybrid_parallel.zero.step_in_parts import step_in_parts
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.optimizer_runs import start, train_some
@@ -218,7 +219,7 @@ def test_a_rank_without_space_is_one_sentence_on_all(tmp_path: Path) -> None:
 def test_a_missing_directory_is_refused_before_the_model_is_sharded(option: str, tmp_path: Path) -> None:
     model = toy()
     with (
-        mock.patch.object(plugin, "build_model", side_effect=AssertionError("the model was sharded")),
+        mock.patch.object(setup_optimizer, "build_model", side_effect=AssertionError("the model was sharded")),
         pytest.raises(ConfigurationError, match=f"{option}='.*' cannot hold the file of a rank .No such file"),
     ):
         _boost(model, torch.optim.AdamW(model.parameters()), zero_stage=3, **{option: str(tmp_path / "not" / "there")})
