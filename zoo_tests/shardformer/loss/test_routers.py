@@ -132,9 +132,9 @@ def _train_on_own_loss(options: dict[str, Any]) -> tuple[float, float, Report]:
         evaluated = model(**share).aux_loss.item()
     outputs = model(**share)
     assert "loss" not in outputs
-    loss = weight * _own_loss(outputs, labels)
-    booster.backward(loss, optimizer)
-    return evaluated, outputs.aux_loss.item(), (loss.item(), optimizer.full_gradients())
+    loss = _own_loss(outputs, labels)
+    booster.backward(loss, optimizer)  # which weights a mean by its rows
+    return evaluated, outputs.aux_loss.item(), (weight * loss.item(), optimizer.full_gradients())
 
 
 @pytest.mark.slow
