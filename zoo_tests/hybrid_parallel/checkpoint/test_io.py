@@ -242,7 +242,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     schedule = torch.optim.lr_scheduler.ConstantLR(boosted.optimizer)
     boosted.booster.save_checkpoint(tmp_path / "schedule", lr_scheduler=schedule)
-    with pytest.raises(ConfigurationError, match="is that of another lr_scheduler than this ChainedScheduler: .* 'base_lrs'"):
+    with pytest.raises(
+        ConfigurationError, match="is that of another lr_scheduler than this ChainedScheduler: .* 'base_lrs'"
+    ):
         chained = torch.optim.lr_scheduler.ChainedScheduler([schedule])
         boosted.booster.load_checkpoint(tmp_path / "schedule", lr_scheduler=chained)
     other = boost(case.but(optimizer="momentum"))
