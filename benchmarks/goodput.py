@@ -8,16 +8,19 @@ from functools import cache
 
 from benchmarks.published_runs import fused_device, llama_runs
 from plugins.hybrid_parallel.planner.costs import Prediction
-from plugins.hybrid_parallel.planner.failure_costs import (
+from plugins.hybrid_parallel.planner.goodput import (
+    RECOVERIES,
     FailureAssumptions,
+    Goodput,
+    best_interval,
     costs_of,
     duration,
     failures_of,
+    goodput,
     goodputs,
     speed_of,
     state_bytes,
 )
-from plugins.hybrid_parallel.planner.goodput import RECOVERIES, Goodput, best_interval, goodput
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.stage_map import ModelMap

@@ -1,8 +1,8 @@
 """Booster: hybrid-parallel training of Hugging Face models behind one call."""
 
-from booster.auto_accelerate import auto_accelerate
 from booster.booster import Booster
 from booster.errors import ConfigurationError, VerificationError
+from booster.extensions import auto_accelerate, verify, warn_of_hidden_plugins
 from booster.launch import launch, launch_from_torch
 from booster.logging import lower_missing_kernel
 from booster.meter import Meter
@@ -15,8 +15,6 @@ from booster.plugin import (
     available_plugins,
     load_plugin,
 )
-from booster.shadows import warn_of_hidden_plugins
-from booster.verification import verify
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 from shardformer.lazy import LazyInitContext, record_module_init
 

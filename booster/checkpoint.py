@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from booster.errors import ConfigurationError
 from shardformer.distributed.process_groups import world_group
-from shardformer.utils.json import read_json_object
-from shardformer.utils.typed_json import from_json, to_json
+from shardformer.utils.typed_json import from_json, read_json_object, to_json
 
 
 class SavedCheckpoint:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from shardformer.attention import log_once
 from shardformer.attention.packed_mixers import keep_documents_apart
-from shardformer.context_parallel.inside_layers import LayerSequence
 from shardformer.distributed.blocks import blocks_of
 from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput, for_quantised
@@ -28,9 +27,9 @@ from shardformer.policies.base import (
 from shardformer.policies.head_losses import keep_head_losses
 from shardformer.policies.proposed.plan import ProposedPolicy
 from shardformer.policies.registry import policy_for
+from shardformer.policies.user.base import UniformPolicy
 from shardformer.policies.user.slots import SlotPolicyAdapter
 from shardformer.policies.user.tp_info import TPInfoPolicy
-from shardformer.policies.user.uniform import UniformPolicy
 from shardformer.sequence_parallel.split_gather import SequenceParallel, gather_on_entry
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import annotate
@@ -43,17 +42,14 @@ from shardformer.transforms.context_parallel import (
     runner_of,
     share_sequences,
 )
-from shardformer.transforms.layout_checks import exchange_problems, router_problems
-from shardformer.transforms.norm_fusion import fuse_norms
-from shardformer.transforms.operator_fusion import fuse_operators
-from shardformer.transforms.packed_masks import can_hide_documents, hide_other_documents
-from shardformer.transforms.packed_mixers import can_run_by_document
+from shardformer.transforms.layout_checks import LayerSequence, exchange_problems, router_problems
+from shardformer.transforms.operator_fusion import fuse_norms, fuse_operators
+from shardformer.transforms.packed_masks import can_hide_documents, can_run_by_document, hide_other_documents
 from shardformer.transforms.replicated_layers import KeptLayers, Replacement
 from shardformer.transforms.sequence_regions import divide_layers, leave_between_layers
 from shardformer.utils.customizations import carry_over
 from shardformer.utils.derived_modules import change_module
-from shardformer.utils.module_paths import has_module, replace_module, told
-from shardformer.utils.parameter_names import alias_groups, retie
+from shardformer.utils.module_paths import alias_groups, has_module, replace_module, retie, told
 
 SharedParameters = list[dict[int, Tensor]]
 

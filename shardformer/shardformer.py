@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardformer.generation import generate_alike
-from shardformer.layers.partial_gradients import sum_in_backward
+from shardformer.layers.parallel_module import sum_in_backward
 from shardformer.peft import adapters_aside, keep_whole, model_inside, prompts_followed, prompts_on_stages
 from shardformer.policies.base import Policy
 from shardformer.policies.user.slots import SlotPolicyAdapter

@@ -12,7 +12,7 @@ from benchmarks.league.system import LEARNING_RATE, System, Trained, is_cut, to_
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
-from plugins.hybrid_parallel.verify.trace_json import trace_from_json, trace_to_json
+from plugins.hybrid_parallel.verify.own_model import trace_from_json, trace_to_json
 from plugins.hybrid_parallel.verify.train import RecordedStep, Trace, VerifyCase, train_on_rank, train_reference
 
 

@@ -2,6 +2,16 @@
 
 It runs torchrun (elastic agent, rendezvous, restarts), with three differences: the arguments are checked before
 anything starts, the agent prints no report in addition to a failing rank's own, and Ctrl-C ends all ranks in seconds.
+
+End of an agent that waits for a rendezvous which it cannot reach any more.
+
+When a job fails, torchrun's agent says so in the rendezvous. On a machine that is cut off, that waits for minutes.
+
+What torchrun's c10d rendezvous reads from the host's name, read from the network instead.
+
+torchrun starts the store on the machine whose name stands for the address of `--rdzv-endpoint`, and tells the ranks the
+name of the first machine. With Debian's `127.0.1.1 node1` in /etc/hosts no machine starts the store, and with a name
+that only its own machine knows, no other machine finds rank 0.
 """
 
 from __future__ import annotations
@@ -13,25 +23,89 @@ import math
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from booster.cli.agent_watch import end_after_report
 from booster.cli.command_parser import HelpFormatter, epilog
-from booster.cli.rendezvous import complete_rendezvous
 from booster.elastic.command import add_options, is_elastic, run_elastic
 from booster.errors import ConfigurationError
+from booster.extensions import hidden_beside
 from booster.failure.failure_report import REPORT_VARIABLE
 from booster.failure.wait_status import STATUS_VARIABLE, note_children
 from booster.launch import PROFILE_FOLDER, PROFILE_STEPS
+from booster.network import address_towards, addresses_of, first_address, is_held, is_loopback
 from booster.plugin import plugin_class
 from booster.profiling.report import JobProfile
-from booster.shadows import hidden_beside
 from booster.takeover import VARIABLE as LAYOUT_VARIABLE
+
+_BACKEND = "c10d"
+_DEFAULT_PORT = 29400
+
+
+def complete_rendezvous(options: argparse.Namespace) -> None:
+    """Say which machine has the store, and this machine's address, where torchrun would not find out.
+
+    Args:
+        options: torchrun's, of which `rdzv_conf` and `local_addr` are set.
+    """
+    host, _, port = options.rdzv_endpoint.rpartition(":")
+    host, port = (host, port) if host and port.isdecimal() else (options.rdzv_endpoint, str(_DEFAULT_PORT))
+    host = host.strip("[]")
+    addresses = addresses_of(host) if host else []
+    own_name = socket.gethostname()
+    if options.rdzv_backend != _BACKEND or not addresses or (host != own_name and is_loopback(addresses[0])):
+        return  # another rendezvous, or agents of one machine
+    held = next((address for address in addresses if is_held(address)), None)
+    if "is_host" not in options.rdzv_conf and not _is_recognised(host, addresses, held is not None):
+        # Of two agents of one machine, the second finds the port taken.
+        has_store = held is not None and _is_free(held, int(port))
+        options.rdzv_conf = ",".join(part for part in (options.rdzv_conf, f"is_host={has_store}") if part)
+    if options.local_addr is None:
+        own = held or address_towards(host)
+        options.local_addr = first_address() if own is None or is_loopback(own) else own
+
+
+def _is_recognised(host: str, addresses: list[str], is_here: bool) -> bool:
+    """Return whether torchrun knows if the endpoint is this machine's: it looks up the machine's own name."""
+    own = addresses_of(socket.gethostname())
+    return host == socket.gethostname() or bool(own and (not is_here or set(own) & set(addresses)))
+
+
+def _is_free(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((address, port))
+        return True
+    return False
+
+
+_POLL_S = 1.0
+# Longer than ranks take to end: they get SIGTERM first, and SIGKILL 5 s later.
+_PATIENCE_S = 15.0
+
+
+def end_after_report(report: Path) -> None:
+    """End this process some seconds after a rank has reported the job's failure, unless it ends by itself.
+
+    Args:
+        report: the file that a rank writes its report to.
+    """
+    threading.Thread(target=_watch, args=(report,), name="booster-agent-watch", daemon=True).start()
+
+
+def _watch(report: Path) -> None:
+    while not report.exists():
+        time.sleep(_POLL_S)
+    time.sleep(_PATIENCE_S)
+    os._exit(1)
+
 
 _PROG = "booster run"
 _EXAMPLE = "`booster run --nproc-per-node 4 script.py`"

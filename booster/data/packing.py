@@ -2,17 +2,116 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from booster.data.balance import ATTENTION_LENGTH, cost_of
-from booster.data.collator import PackingCollator
-from booster.data.sampler import PackedSampler
+from booster.data.rows import ATTENTION_LENGTH, cost_of
 from booster.errors import ConfigurationError
+
+
+class PackedSampler(Sampler[int]):
+    """Yields the numbers of rows, in groups of similar cost that come in random order.
+
+    The replicas of a step then have equal work. The order depends on the seed, the epoch and the size of a group, and
+    not on the number of replicas, so that training can resume under another layout.
+
+    Args:
+        costs: cost of each row.
+        group: rows of a group.
+        seed: of the order; None to yield the rows in their own order.
+
+    Attributes:
+        epoch: of the next iteration; it is counted by itself, and set by `set_epoch`.
+    """
+
+    def __init__(self, costs: Sequence[int], group: int, seed: int | None) -> None:
+        self._costs, self._group, self._seed = costs, group, seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self._costs)
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        if self._seed is None:
+            yield from range(len(self))
+            return
+        generator = torch.Generator().manual_seed(_mixed(self._seed, epoch))
+        # Rows of equal cost are in random order first, so that they meet others in each epoch.
+        shuffled = torch.randperm(len(self), generator=generator).tolist()
+        by_cost = sorted(shuffled, key=lambda row: self._costs[row])
+        # The one short group comes last: otherwise steps behind it would take from two groups.
+        whole = len(self) // self._group
+        first = int(torch.randint(whole + 1, (), generator=generator)) * self._group
+        rest = len(self) % self._group
+        last, by_cost = by_cost[first : first + rest], by_cost[:first] + by_cost[first + rest :]
+        groups = [by_cost[start : start + self._group] for start in range(0, len(by_cost), self._group)]
+        order = torch.randperm(len(groups), generator=generator).tolist()
+        yield from itertools.chain.from_iterable([*(groups[index] for index in order), last])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch of the next iteration."""
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the epoch of the next iteration to a saved one."""
+        self.epoch = state["epoch"]
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """Return a seed for one epoch: neighbouring seeds and epochs have different ones."""
+    return (seed * 1_000_003 + epoch) % 2**63
+
+
+IGNORE_INDEX = -100
+
+
+class PackingCollator:
+    """Puts rows of documents one behind the other into a batch of one row, [1, tokens].
+
+    Args:
+        cu_seq_lens: whether to add the borders of the documents, `cu_seq_lens_q/k` [documents + 1] (int32), and the
+            length of the longest one, `max_length_q/k`, for a plain model with flash-attn.
+    """
+
+    def __init__(self, cu_seq_lens: bool = False) -> None:
+        self.cu_seq_lens = cu_seq_lens
+
+    def __call__(self, rows: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Any]:
+        """Return `input_ids`, `labels` and `position_ids`, each [1, tokens] (int64).
+
+        Positions restart at each document, and the label of its first token is -100: the loss of heads that predict
+        the next token crosses no border.
+
+        Args:
+            rows: items of a `PackedDataset`: for each row the `input_ids` and `labels`, [tokens], of its documents.
+        """
+        documents = [document for row in rows for document in row]
+        ids = [document["input_ids"] for document in documents]
+        labels = [F.pad(document["labels"][1:], (1, 0), value=IGNORE_INDEX) for document in documents]
+        lengths = torch.tensor([len(each) for each in ids])
+        batch: dict[str, Any] = {
+            "input_ids": torch.cat(ids)[None],
+            "labels": torch.cat(labels)[None],
+            "position_ids": torch.cat([torch.arange(length) for length in lengths.tolist()])[None],
+        }
+        if self.cu_seq_lens:
+            borders = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+            longest = int(lengths.max())
+            batch |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.clone()}
+            batch |= {"max_length_q": longest, "max_length_k": longest}
+        return batch
+
 
 Document = dict[str, Tensor]
 Piece = tuple[int, int, int]  # (item of the data set, its first token, the token behind its last)

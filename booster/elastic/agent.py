@@ -15,12 +15,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from booster.elastic.job_environment import VARIABLE, ElasticPlace, note
 from booster.elastic.leader import Leader, Limits
-from booster.elastic.local_ranks import LocalRanks
-from booster.elastic.machine_memory import MachineMemory
-from booster.elastic.place import VARIABLE, ElasticPlace, note
-from booster.elastic.rendezvous import Rendezvous
-from booster.elastic.rounds import DONE, END, FAILED, IDLE, LEFT, RUN, RUNNING, Decision, Report
+from booster.elastic.local_ranks import LocalRanks, MachineMemory
+from booster.elastic.rendezvous import DONE, END, FAILED, IDLE, LEFT, RUN, RUNNING, Decision, Rendezvous, Report
 from booster.failure.failure_report import LEFT as LEFT_CODE
 
 _POLL_S = 0.05

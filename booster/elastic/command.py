@@ -21,8 +21,7 @@ from typing import NoReturn
 
 from booster.elastic.agent import Agent
 from booster.elastic.leader import Limits
-from booster.elastic.local_ranks import LocalRanks
-from booster.elastic.machine_memory import MachineMemory
+from booster.elastic.local_ranks import LocalRanks, MachineMemory
 from booster.elastic.rendezvous import SECRET_VARIABLE, Endpoint, Rendezvous
 from booster.errors import ConfigurationError
 

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from booster.elastic.rounds import DONE, END, FAILED, IDLE, LEFT, RUN, STOP, Decision, Report
+from booster.elastic.rendezvous import DONE, END, FAILED, IDLE, LEFT, RUN, STOP, Decision, Report
 
 _SIGNAL_CODE = 128
 _REGROUP_S = 3.0  # that agents need to find a new leader

@@ -21,7 +21,7 @@ from booster.errors import ConfigurationError, NonFiniteError, SynchronyError, V
 from booster.failure.failure_report import LEFT, Failure, is_about_communication
 from booster.failure.monitor import FailureMonitor, end_process, exit_now, say
 from booster.failure.operation_log import Operations
-from booster.failure.rank_requests import Requests
+from booster.failure.store_client import Requests
 
 # Raised on every rank, and a caller may handle them: they are published only if they stay uncaught.
 _RAISED_ALIKE = (ConfigurationError, NonFiniteError, SynchronyError, VerificationError, StopIteration)

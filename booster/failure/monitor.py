@@ -21,9 +21,8 @@ from booster.failure.failure_report import REPORT_VARIABLE, Failure, ending, is_
 from booster.failure.machine_links import OtherMachines
 from booster.failure.operation_log import Operations
 from booster.failure.peers import Address, Peer, StoppedPeers
-from booster.failure.rank_requests import Requests
 from booster.failure.stack_probe import MainThreadProbe, current_wait, wait_of_error
-from booster.failure.store_client import StoreClient
+from booster.failure.store_client import Requests, StoreClient
 from booster.logging import get_logger
 
 _logger = get_logger(__name__)

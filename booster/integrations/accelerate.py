@@ -28,13 +28,23 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
-from booster.integrations.accelerate_options import asked_of_launch, check_options, check_version
-from booster.integrations.accelerate_state import StateFolders
-from booster.integrations.accelerate_values import ReplicaValues
-from booster.integrations.environment import variables_of_this_rank
+from booster.integrations.accelerate_options import (
+    asked_of_launch,
+    check_options,
+    check_version,
+    variables_of_this_rank,
+)
+from booster.integrations.accelerate_state import ReplicaValues, StateFolders
 from booster.integrations.fused_head import FusedHead
-from booster.integrations.prepared import PreparedOptimizer, ReplicaScheduler
-from booster.integrations.prepared_loader import PreparedLoader, rebuilt, seedable, skipping, split_by
+from booster.integrations.prepared_loader import (
+    PreparedLoader,
+    PreparedOptimizer,
+    ReplicaScheduler,
+    rebuilt,
+    seedable,
+    skipping,
+    split_by,
+)
 from booster.integrations.replicas import Replicas
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin, load_plugin

@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from booster.integrations.accelerate import Accelerator
 from booster.integrations.prepared_loader import PreparedLoader
-from booster.integrations.replica_means import ReplicaMeans
+from booster.integrations.replicas import ReplicaMeans
 
 
 class ItemCount(Tensor):

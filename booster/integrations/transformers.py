@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.prepared_loader import skipping
 from booster.integrations.trainer_accelerator import CountedReplicas, TrainerAccelerator
 from booster.integrations.trainer_arguments import (
@@ -29,10 +28,9 @@ from booster.integrations.trainer_arguments import (
     check_model,
     check_version,
 )
-from booster.integrations.trainer_checkpoints import TrainerCheckpoints
+from booster.integrations.trainer_checkpoints import MeterCallback, TrainerCheckpoints
 from booster.integrations.trainer_loss import TrainerLoss
-from booster.integrations.trl_arguments import check_callbacks
-from booster.integrations.trl_trainers import trl_mixins
+from booster.integrations.trl_trainers import check_callbacks, trl_mixins
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 from booster.wrappers import ModelWrapper

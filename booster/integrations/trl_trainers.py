@@ -7,18 +7,152 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
 from torch import nn
 
+from booster.errors import ConfigurationError
 from booster.integrations.fused_head import AdapterReference
 from booster.integrations.trainer_arguments import check_arguments, check_job
-from booster.integrations.trl_arguments import check_options, check_options_of_model, check_trainer_class
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
+
+_OLDEST = "1.16"
+_TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer")
+_OF_ONE_REPLICA = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")
+# Losses of DPO that are no mean over pairs.
+_OF_A_BATCH = {
+    "aot": "sorts the pairs of a batch",
+    "aot_unpaired": "sorts the answers of a batch",
+    "sft": "is a mean over the tokens of a batch",
+}
+
+
+def check_trainer_class(names: list[str]) -> None:
+    """Refuse a class of TRL that does not hold under layouts.
+
+    Args:
+        names: classes of TRL that the trainer derives from, itself included, the nearest first: some of those that
+            generate derive from one that does not.
+
+    Raises:
+        ConfigurationError: if the nearest is none of those that do, or TRL is too old, or no installed package.
+    """
+    try:
+        installed = version("trl")
+    except PackageNotFoundError:
+        raise ConfigurationError(
+            f"boosted() got TRL's {names[0]}, and TRL is not installed as a package that has a version; "
+            f"pip install 'trl>={_OLDEST}'"
+        ) from None
+    if Version(installed) < Version(_OLDEST):
+        raise ConfigurationError(
+            f"TRL {installed} is installed, and boosted() needs the fused head of TRL {_OLDEST}; "
+            f"pip install 'trl>={_OLDEST}'"
+        )
+    known = (*_TRAINERS, *_OF_ONE_REPLICA)
+    if names[0] not in known:
+        raise ConfigurationError(
+            f"boosted() got TRL's {names[0]}, which generates, or takes means over processes, as no layout does; use "
+            f"{', '.join(known[:-1])} or {known[-1]}, or run {names[0]} without boosted()"
+        )
+
+
+def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
+    """Refuse options of a configuration that would train otherwise than they say.
+
+    Args:
+        names: as for `check_trainer_class`.
+        args: the configuration.
+        plugin: the layout.
+
+    Raises:
+        ConfigurationError: the option, the reason, and what to use.
+    """
+    kind = type(args).__name__
+    if names[0] in _OF_ONE_REPLICA and plugin.dp_size > 1:
+        raise ConfigurationError(
+            f"{names[0]} adds means over the tokens and over the pairs of a batch, which dp_size={plugin.dp_size} "
+            "shares out; use dp_size=1, as with tp_size or pp_size for all ranks"
+        )
+    if getattr(args, "activation_offloading", False):
+        raise ConfigurationError(
+            f"{kind}(activation_offloading=True) hooks modules that a layout replaces; use gradient_checkpointing=True"
+        )
+    losses = getattr(args, "loss_type", None)
+    for loss in losses if isinstance(losses, list) else ():
+        if loss in _OF_A_BATCH and plugin.dp_size > 1:
+            raise ConfigurationError(
+                f"{kind}(loss_type={losses}): {loss!r} {_OF_A_BATCH[loss]}, which dp_size={plugin.dp_size} shares out; "
+                "use dp_size=1, or another loss"
+            )
+
+
+def check_options_of_model(trainer: Any) -> None:
+    """Refuse what depends on the model, or on functions that were given to the trainer.
+
+    Raises:
+        ConfigurationError: the option, the reason, and what to use.
+    """
+    plugin = trainer.plugin
+    spread = _what_spreads_tokens(plugin)
+    if getattr(trainer, "aux_loss_enabled", False) and spread:
+        raise ConfigurationError(
+            f"router_aux_loss_coef={_coefficient_of_routers(trainer)} weights a loss over the router scores of all "
+            f"tokens of a batch, which {spread}, or router_aux_loss_coef=0.0"
+        )
+    if trainer.compute_metrics is not None and plugin.dp_size > 1 and not hasattr(trainer, "completion_only_loss"):
+        raise ConfigurationError(
+            f"compute_metrics of a {type(trainer).__name__} gets the two answers of each pair in rows that dp_size="
+            f"{plugin.dp_size} orders otherwise; use dp_size=1, or the metrics that the trainer logs"
+        )
+
+
+def _coefficient_of_routers(trainer: Any) -> float:
+    return trainer.router_aux_loss_coef if hasattr(trainer, "router_aux_loss_coef") else trainer.aux_loss_coef
+
+
+def check_callbacks(callbacks: Iterable[Any], plugin: Plugin) -> None:
+    """Refuse callbacks of TRL that load the weights of this rank into a whole model.
+
+    Raises:
+        ConfigurationError: the callback, the reason, and what to use.
+    """
+    parallel, zero = (getattr(getattr(plugin, "config", None), group, None) for group in ("parallel", "zero"))
+    sizes = {name: getattr(parallel, name, 1) for name in ("tp_size", "pp_size", "ep_size")}
+    reasons = [f"of which {name}={size} leaves it a part" for name, size in sizes.items() if size > 1]
+    if getattr(zero, "zero_stage", 0) == 3:
+        reasons.append("of which zero_stage=3 leaves it a part")
+    if (precision := getattr(plugin, "precision", "fp32")) != "fp32":
+        reasons.append(f"whose weights precision='{precision}' rounds")
+    names = {base.__name__ for each in callbacks for base in type(each).__mro__ if base.__module__.startswith("trl.")}
+    if "BEMACallback" in names and reasons:
+        raise ConfigurationError(
+            f"BEMACallback averages a whole model on each rank, {reasons[0]}; use replicas alone (dp_size) in fp32, or "
+            "ShardedEMA in a callback of your own"
+        )
+
+
+def _what_spreads_tokens(plugin: Plugin) -> str:
+    """Return what keeps the auxiliary loss of routers from being that of one process; empty if it is the same.
+
+    Under a pipeline, the sums that it is made of are added up over stages and replicas.
+    """
+    sizes = {axis: plugin.mesh[axis].size() for axis in ("pp", "dp", "cp")}
+    parallel = getattr(getattr(plugin, "config", None), "parallel", None)
+    mode = getattr(parallel, "sequence_parallelism_mode", "") if getattr(parallel, "cuts_over_tp", False) else ""
+    if sizes["cp"] > 1:
+        return f"cp_size={sizes['cp']} spreads over ranks; use cp_size=1"
+    if mode == "all_to_all":
+        return "sequence_parallelism_mode='all_to_all' spreads over ranks; use 'split_gather'"
+    if sizes["dp"] > 1 and sizes["pp"] == 1:
+        return f"dp_size={sizes['dp']} spreads over replicas; use dp_size=1, a pipeline such as pp_size=2"
+    return ""
 
 
 def trl_mixins(trainer_class: type) -> tuple[type, ...]:

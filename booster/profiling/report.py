@@ -6,11 +6,97 @@ import json
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from booster.errors import ConfigurationError
-from booster.profiling.merge import RankTrace, merged
+
+PIPELINE_MARK = "pipeline: "  # begins the names of annotations that are actions of a pipeline
+_ANNOTATIONS = ("gpu_user_annotation", "user_annotation")  # on a GPU, when its kernels ran; else when the host did
+_OWN_METADATA = ("process_name", "process_labels", "process_sort_index")
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The trace of a rank.
+
+    Attributes:
+        rank: global rank.
+        events: the events that torch wrote.
+        base_ns: what their times are counted from.
+    """
+
+    rank: int
+    events: list[Event]
+    base_ns: int
+
+    @classmethod
+    def read(cls, rank: int, path: Path) -> RankTrace:
+        """Read a file that `torch.profiler` exported."""
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        return cls(rank, content["traceEvents"], content.get("baseTimeNanoseconds", 0))
+
+
+def merged(traces: list[RankTrace]) -> dict[str, Any]:
+    """Return one trace for chrome://tracing and ui.perfetto.dev.
+
+    The process number of an event is its rank. A further process, "pipeline", has a row for each rank with the actions
+    of its stages. Times of ranks on one machine are those of one clock.
+    """
+    base_ns = min((trace.base_ns for trace in traces), default=0)
+    world_size = 1 + max((trace.rank for trace in traces), default=0)
+    events: list[Event] = []
+    for trace in traces:
+        shift_us = (trace.base_ns - base_ns) / 1e3
+        events += _process(trace.rank, f"rank {trace.rank}", trace.rank + 1)
+        events += (_of_rank(event, trace.rank, world_size, shift_us) for event in _kept(trace.events))
+    actions = [event for trace in traces for event in _actions(trace, world_size, (trace.base_ns - base_ns) / 1e3)]
+    if actions:
+        events += _process(world_size, "pipeline", 0)
+        for rank in sorted({event["tid"] for event in actions}):
+            row = {"ph": "M", "pid": world_size, "tid": rank, "ts": 0}
+            events.append({**row, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+            events.append({**row, "name": "thread_sort_index", "args": {"sort_index": rank}})
+    return {"traceEvents": [*events, *actions], "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns}
+
+
+def _process(pid: int, name: str, position: int) -> Iterator[Event]:
+    """Yield the name of a process, and its position from the top."""
+    for key, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": position})):
+        yield {"ph": "M", "pid": pid, "tid": 0, "ts": 0, "name": key, "args": args}
+
+
+def _kept(events: list[Event]) -> Iterator[Event]:
+    """Leave out the names of processes, and events of the profiler about itself, whose process is no number."""
+    return (event for event in events if isinstance(event.get("pid"), int) and event["name"] not in _OWN_METADATA)
+
+
+def _of_rank(event: Mapping[str, Any], rank: int, world_size: int, shift_us: float) -> Event:
+    """Return an event as one of the process of a rank; arrows keep apart by their number."""
+    own = {**event, "pid": rank, "ts": event["ts"] + shift_us}
+    if event["ph"] in "stf":
+        own["id"] = int(event["id"]) * world_size + rank
+    if event["name"] == "[memory]":
+        args = event["args"]
+        where = f"cuda:{args['Device Id']}" if args.get("Device Type") else "cpu, since the trace began"
+        curve = {"ph": "C", "name": f"bytes allocated, {where}", "args": {"allocated": args["Total Allocated"]}}
+        own = {key: own[key] for key in ("pid", "tid", "ts")} | curve
+    return own
+
+
+def _actions(trace: RankTrace, pid: int, shift_us: float) -> Iterator[Event]:
+    """Yield the actions of a pipeline that a rank ran, as events of the row of the rank."""
+    found = [event for event in trace.events if str(event.get("name", "")).startswith(PIPELINE_MARK)]
+    kinds = {event.get("cat") for event in found}
+    kind = next((each for each in _ANNOTATIONS if each in kinds), None)
+    for event in found:
+        if event.get("cat") == kind and event["ph"] == "X":
+            name = event["name"].removeprefix(PIPELINE_MARK)
+            span = {"ts": event["ts"] + shift_us, "dur": event["dur"]}
+            yield {"ph": "X", "pid": pid, "tid": trace.rank, "name": name, "cat": "pipeline", **span}
 
 
 class JobProfile:

@@ -13,8 +13,8 @@ from typing import Any
 
 from booster import launch_from_torch
 from booster.integrations.arguments import TrainingParser
-from booster.integrations.meter_callback import MeterCallback
 from booster.integrations.next_commands import command_to_continue
+from booster.integrations.trainer_checkpoints import MeterCallback
 from booster.integrations.transformers import boosted
 from plugins.hybrid_parallel import HybridParallelPlugin
 

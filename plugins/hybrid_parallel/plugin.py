@@ -21,24 +21,22 @@ from booster.errors import ConfigurationError
 from booster.extensions import load_extension
 from booster.launch import debug_is_asked
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
-from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check_boosted_optimizer
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, agree
 from plugins.hybrid_parallel.config.json_layout import is_planned, options_at
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_kind, check_loss
-from plugins.hybrid_parallel.data.loading import Loading, check_batch_size
+from plugins.hybrid_parallel.data.dataloader import Loading, check_batch_size
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
-from plugins.hybrid_parallel.debug.options_check import check_options
-from plugins.hybrid_parallel.distributed.agreement import broadcast_json
-from plugins.hybrid_parallel.distributed.checked_collectives import naming_ranks
+from plugins.hybrid_parallel.debug.consistency import check_options
+from plugins.hybrid_parallel.distributed.agreement import broadcast_json, naming_ranks
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
-from plugins.hybrid_parallel.distributed.machines import announce_grid
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, build_mesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, announce_grid, build_mesh
 from plugins.hybrid_parallel.elastic.layouts import for_present_ranks
+from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_optimizer
 from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas, share_of_counted
 from plugins.hybrid_parallel.loss.replica_losses import LossKind, loss_and_count, over_replicas
-from plugins.hybrid_parallel.setup.given import check_optimizers_as_given, model_as_given, remember_as_boosted
+from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
 from plugins.hybrid_parallel.setup.optimizer import build_trained
 from plugins.hybrid_parallel.train_step import PipelineStep
 from plugins.hybrid_parallel.zero.backward_checks import LabelCounts, check_weights_in_loss, refuse_backward

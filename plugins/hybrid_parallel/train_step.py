@@ -20,8 +20,8 @@ from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
 from plugins.hybrid_parallel.pipeline.runtime import PassState
+from plugins.hybrid_parallel.zero.backward_checks import BackwardPasses
 from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients
-from plugins.hybrid_parallel.zero.passes import BackwardPasses
 from shardformer.attention import log_once
 
 

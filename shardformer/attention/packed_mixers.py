@@ -6,6 +6,7 @@ become the rows of one call, which end with padding: a causal mixer does not let
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from inspect import signature
 from itertools import accumulate, pairwise
@@ -16,9 +17,18 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from shardformer.attention.packed_documents import document_starts
-from shardformer.attention.token_mixers import TOKENS, token_mixers
 from shardformer.sequence_parallel.split_gather import first_output
 from shardformer.utils.derived_modules import derive, replace_modules
+
+TOKENS = "hidden_states"  # what a mixer calls [batch, seq, hidden]
+
+
+def token_mixers(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules of these layers that mix tokens by a convolution of their own, and read `hidden_states`."""
+    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+    convolve = [each for each in modules if any(isinstance(child, nn.Conv1d) for child in each.children())]
+    return [each for each in convolve if TOKENS in inspect.signature(each.forward).parameters]
+
 
 Lengths = tuple[tuple[int, ...], ...]  # of the documents in each row
 

@@ -3,27 +3,136 @@
 One function wraps every attention of a sharded model that goes through the registry: it does the sequence exchange of
 `all_to_all`, gives dropout a random stream per rank, and calls the kernel. The mask function is registered under the
 same name, because transformers silently drops the padding mask for a name that has no mask function.
+
+Kernels of transformers that read their own name from the configuration of the attention module.
+
+transformers' flash attention passes `module.config._attn_implementation` on, to find the package that the name stands
+for. In a sharded model that is the name under which this package registered its own function, so such a kernel gets a
+module whose configuration has the kernel's own name.
+
+Attention sinks: a learned score of each head that has no value, so that it only takes weight from the keys.
+
+As in GPT-OSS; after Xiao et al., arXiv 2309.17453. Models pass them to the kernel as `s_aux`, [heads], and eager
+kernels read them as `module.sinks`.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.attention.backends import SDPA, keeps_scores, sdpa_without_slow_kernels
-from shardformer.attention.kernel_limits import XFORMERS
-from shardformer.attention.named_kernels import reads_its_name, under_its_name
-from shardformer.attention.sinks import with_own_sinks
-from shardformer.attention.xformers_kernel import xformers_attention
+from shardformer.attention.backends import SDPA, keeps_scores, log_once, sdpa_without_slow_kernels
+from shardformer.attention.kernel_limits import FLASH_2, FLASH_3, XFORMERS
 from shardformer.distributed.random import in_parallel_region
 from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
+
+PARAMETER = "sinks"
+_ARGUMENT = "s_aux"
+
+
+def with_own_sinks(kernel: Callable[..., Any], arguments: Mapping[str, Any], rank: int) -> Callable[..., Any]:
+    """Return a kernel that takes the sinks of this rank's heads, where heads were exchanged for parts of sequences.
+
+    Args:
+        kernel: (module, query, ...), query: [batch, heads of this rank, seq, head_dim].
+        arguments: with which it will be called; without sinks it is returned as it is.
+        rank: in the group that exchanges.
+    """
+    return kernel if arguments.get(_ARGUMENT) is None else partial(_call_with_sinks, kernel, rank)
+
+
+def _call_with_sinks(
+    kernel: Callable[..., Any], rank: int, module: nn.Module, query: Tensor, *args: Any, s_aux: Tensor, **kwargs: Any
+) -> Any:
+    heads = query.shape[1]
+    own = s_aux.narrow(0, rank * heads, heads)
+    return kernel(View(module, sinks=own), query, *args, s_aux=own, **kwargs)
+
+
+_ALIGNED_KEYS = 8  # xformers reads a bias in vectors of up to 8 numbers: its rows must start at multiples of them
+
+
+def xformers_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Run xformers' memory-efficient attention; query, key, value: [batch, heads, seq, head_dim].
+
+    Masks are those that transformers makes for SDPA. The output is [batch, seq, heads, head_dim].
+    """
+    from xformers.ops import LowerTriangularMask, memory_efficient_attention
+
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    masks = [mask for mask in (attention_mask, kwargs.get("position_bias")) if mask is not None]
+    bias: Any = LowerTriangularMask() if attention_mask is None and causal and query.shape[2] > 1 else None
+    if masks and bias is not None:  # xformers takes a bias or a pattern, not both
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        masks.append(seen[None, None])
+    if masks:
+        bias = _aligned(sum(_additive(mask, query.dtype) for mask in masks), query, key)
+    heads_last = [x.transpose(1, 2) for x in (query, key, value)]
+    return memory_efficient_attention(*heads_last, attn_bias=bias, p=dropout, scale=scaling), None
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a mask or bias to an additive one in `dtype`."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return mask.to(dtype)
+
+
+def _aligned(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return `bias` as [batch, heads, queries, keys], in rows of which each starts at a multiple of 8 numbers."""
+    keys = key.shape[2]
+    rows = F.pad(bias, (0, -keys % _ALIGNED_KEYS)).contiguous()[..., :keys]
+    return rows.expand(*query.shape[:3], keys)
+
+
+Kernel = Callable[..., Any]
+
+
+def reads_its_name(implementation: str) -> bool:
+    """Return whether the named kernel looks itself up by name: flash kernels and those of the hub (owner/kernel)."""
+    return ("flash" in implementation or "/" in implementation) and not implementation.startswith("context_")
+
+
+def under_its_name(kernel: Kernel, implementation: str) -> Kernel:
+    """Return `kernel` for modules whose configuration may have another name than `implementation`."""
+    return partial(_call, kernel, implementation)
+
+
+def _call(kernel: Kernel, implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if implementation == FLASH_3 and kwargs.get("dropout"):
+        log_once(type(module).__name__, f"drops no attention weights: {FLASH_3} has no dropout; use {FLASH_2}")
+    return kernel(View(module, config=View(module.config, _attn_implementation=implementation)), *args, **kwargs)
+
+
+class View:
+    """An object with some attributes replaced; the object itself stays as it is."""
+
+    def __init__(self, viewed: Any, **replaced: Any) -> None:
+        self.__dict__.update(replaced, _viewed=viewed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_viewed"], name)
+
 
 _PREFIX = "sharded_"
 

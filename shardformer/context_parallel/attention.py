@@ -18,13 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.attention.registry import kernel_named, masks_of, routed_modules
-from shardformer.attention.sinks import with_own_sinks
-from shardformer.context_parallel.blockwise import Block, Softmax, repeated
-from shardformer.context_parallel.ring import ring_attention
+from shardformer.attention.registry import kernel_named, masks_of, routed_modules, with_own_sinks
+from shardformer.context_parallel.ring import Block, Softmax, repeated, ring_attention
 from shardformer.context_parallel.zigzag import ContextParallelPass, ZigzagSharding
 from shardformer.distributed.collectives import all_to_all
-from shardformer.matmul.autocast import autocast
+from shardformer.matmul.weight_grad import autocast
 from shardformer.sequence_parallel.split_gather import first_output
 from shardformer.sequence_parallel.ulysses import repeated_for
 

@@ -2,13 +2,20 @@
 
 Each rank sends its current keys and values to the next rank while it attends to them. After as many steps as there are
 ranks, its queries have attended to all keys. The backward pass sends them again, and their gradients one step behind.
+
+Attention between a block of queries and a block of keys, as one part of a softmax over more keys.
+
+Each kernel returns the output for the block's keys alone, and the logarithm of the sum of their exponentials, which
+`merge` uses to combine blocks. The backward pass of a block takes the output and the log-sum-exp of the *whole*
+softmax and returns the block's exact share of the gradients (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +23,248 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardformer.context_parallel.blockwise import Block, Softmax, attend, attend_backward, merge, with_dense_heads
+from shardformer.attention import log_once
+from shardformer.attention.kernel_limits import AMPERE, HALF, Capability, capability_of, has_backward_of_large_heads
 from shardformer.utils.untraced import untraced
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of queries and the block of keys that they attend to.
+
+    Attributes:
+        queries, keys: ranges within the local queries and keys.
+        is_causal: query i sees the keys up to number i of the block.
+        allowed: [batch or 1, heads or 1, queries, keys] bool, True where a query sees a key; None for everywhere.
+    """
+
+    queries: slice
+    keys: slice
+    is_causal: bool = False
+    allowed: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Parameters that turn scores into weights.
+
+    Attributes:
+        scale: factor of the scores.
+        dropout: probability that a weight is dropped.
+        seed: seed of the dropout mask, different for each block.
+    """
+
+    scale: float
+    dropout: float = 0.0
+    seed: int = 0
+
+
+class Gradients(NamedTuple):
+    """Gradients of a block's queries, keys and values."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def with_dense_heads(x: Tensor) -> Tensor:
+    """Return `x`, [..., head_dim], with the features of a head contiguous in memory.
+
+    torch's fused kernels assume this. With other strides (projections gathered over ranks) they read memory outside of
+    the tensor.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Attend to the block's keys: return [batch, heads, queries, head_dim] and log-sum-exps [batch, heads, queries].
+
+    Args:
+        query: [batch, heads, queries, head_dim], of the block.
+        key, value: [batch, key/value heads, keys, head_dim]; the number of heads divides that of the query.
+
+    All must be `with_dense_heads`. A query that sees no key gets zero, and log-sum-exp minus infinity.
+    """
+    if _has_cpu_kernel(query, value, softmax):
+        found, logs = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, block.is_causal, attn_mask=_additive(block, query.dtype), scale=softmax.scale
+        )
+        if block.allowed is not None:
+            logs = logs.masked_fill(~block.allowed.any(-1), -math.inf)
+        return found, logs
+    if _has_cuda_kernel(query, value, block, softmax):
+        key, value = repeated(key, query), repeated(value, query)
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, block.is_causal, False, scale=softmax.scale
+        )[:2]
+    scores = _scores(query, key, block, softmax)
+    logs = scores.logsumexp(-1)
+    weights = (scores - _finite(logs)[..., None]).exp()
+    weights = _dropped(weights, softmax)
+    return (weights @ repeated(value, query).to(weights.dtype)).to(query.dtype), logs
+
+
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    found: Tensor,
+    logs: Tensor,
+    block: Block,
+    softmax: Softmax,
+) -> Gradients:
+    """Return the block's share of the gradients.
+
+    Args:
+        grad, found: [batch, heads, queries, head_dim], gradient and value of the output over all keys. Like query, key
+            and value, they must be `with_dense_heads`.
+        logs: [batch, heads, queries], log-sum-exps over all keys; finite.
+    """
+    if _has_cpu_kernel(query, value, softmax):
+        return Gradients(
+            *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad,
+                query,
+                key,
+                value,
+                found,
+                logs,
+                0.0,
+                block.is_causal,
+                attn_mask=_additive(block, query.dtype),
+                scale=softmax.scale,
+            )
+        )
+    if _has_cuda_kernel(query, value, block, softmax):
+        return _cuda_backward(grad, query, key, value, found, logs, block, softmax)
+    weights = (_scores(query, key, block, softmax) - logs[..., None]).exp()
+    kept = _dropped(torch.ones_like(weights), softmax)
+    grad, found = grad.to(weights.dtype), found.to(weights.dtype)
+    through = (grad @ repeated(value, query).to(weights.dtype).transpose(-1, -2)) * kept
+    grad_scores = weights * (through - (grad * found).sum(-1, keepdim=True)) * softmax.scale
+    return Gradients(
+        grad_scores @ repeated(key, query).to(weights.dtype),
+        _summed(grad_scores.transpose(-1, -2) @ query.to(weights.dtype), key),
+        _summed((weights * kept).transpose(-1, -2) @ grad, value),
+    )
+
+
+def merge(found: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
+    """Merge the output over further keys into the output so far, in place.
+
+    Args:
+        found, more: [batch, heads, queries, head_dim].
+        logs, more_logs: [batch, heads, queries].
+    """
+    both = torch.logaddexp(logs, more_logs)
+    safe = _finite(both)
+    found.mul_((logs - safe).exp()[..., None]).add_(more * (more_logs - safe).exp()[..., None].to(found.dtype))
+    logs.copy_(both)
+
+
+def _finite(logs: Tensor) -> Tensor:
+    """Replace minus infinity (the logarithm of zero keys) by 0: a difference of two infinities is NaN."""
+    return logs.masked_fill(logs == -math.inf, 0.0)
+
+
+def _has_cpu_kernel(query: Tensor, value: Tensor, softmax: Softmax) -> bool:
+    return query.device.type == "cpu" and not softmax.dropout and query.shape[-1] == value.shape[-1]
+
+
+def _has_cuda_kernel(query: Tensor, value: Tensor, block: Block, softmax: Softmax) -> bool:
+    if query.device.type != "cuda" or block.allowed is not None or softmax.dropout:
+        return False  # docs/context_parallelism.md says so
+    reason = _not_served_on_gpu(query, value, capability_of(query.device))
+    if reason:
+        log_once("ring attention", f"runs a plain kernel: {reason}")
+    return not reason
+
+
+def _not_served_on_gpu(query: Tensor, value: Tensor, capability: Capability | None) -> str:
+    """Return why torch's flash kernel does not serve a block without masks; empty if it does."""
+    size = query.shape[-1]
+    if torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available():
+        return "this build of torch has no flash kernel"
+    if query.dtype not in HALF:
+        return f"torch's flash kernel runs in 16 bit, not in {query.dtype}"
+    if capability is not None and capability < AMPERE:
+        return "torch's flash kernel needs a GPU of compute capability 8.0 (Ampere) or more"
+    if size != value.shape[-1] or size > 256 or size % 8:
+        return f"torch's flash kernel takes equal head sizes up to 256 that 8 divides, not {size}, {value.shape[-1]}"
+    if not has_backward_of_large_heads(size, capability):
+        return f"torch's flash kernel has no backward pass for heads of size {size} on this GPU"
+    return ""
+
+
+def _cuda_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    found: Tensor,
+    logs: Tensor,
+    block: Block,
+    softmax: Softmax,
+) -> Gradients:
+    lengths, unused = (query.shape[2], key.shape[2]), torch.empty(0, dtype=torch.int64, device=query.device)
+    of_query, of_key, of_value = _aten._scaled_dot_product_flash_attention_backward(
+        grad.to(query.dtype).contiguous(),
+        query,
+        repeated(key, query),
+        repeated(value, query),
+        found.contiguous(),
+        logs.contiguous(),
+        None,
+        None,
+        *lengths,
+        0.0,
+        block.is_causal,
+        unused,
+        unused,
+        scale=softmax.scale,
+    )
+    return Gradients(of_query, _summed(of_key, key), _summed(of_value, value))
+
+
+def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
+    if block.allowed is None:
+        return None
+    return torch.zeros_like(block.allowed, dtype=dtype).masked_fill(~block.allowed, -math.inf)
+
+
+def _scores(query: Tensor, key: Tensor, block: Block, softmax: Softmax) -> Tensor:
+    """Return scores [batch, heads, queries, keys] in at least fp32, minus infinity where masked."""
+    precise = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.to(precise) @ repeated(key, query).to(precise).transpose(-1, -2)) * softmax.scale
+    if block.is_causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(above, -math.inf)
+    return scores if block.allowed is None else scores.masked_fill(~block.allowed, -math.inf)
+
+
+def _dropped(weights: Tensor, softmax: Softmax) -> Tensor:
+    """Apply dropout to the weights; the same seed gives the same mask."""
+    if not softmax.dropout:
+        return weights
+    generator = torch.Generator(weights.device).manual_seed(softmax.seed)
+    kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= softmax.dropout
+    return weights * kept / (1 - softmax.dropout)
+
+
+def repeated(x: Tensor, query: Tensor) -> Tensor:
+    """Repeat key/value heads so that there is one for each head of the query."""
+    groups = query.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
+
+
+def _summed(grad: Tensor, x: Tensor) -> Tensor:
+    """Sum the gradient of repeated heads to the gradient of the original heads."""
+    groups = grad.shape[1] // x.shape[1]
+    return grad if groups == 1 else grad.unflatten(1, (-1, groups)).sum(2)
+
 
 # Source rank of the keys -> the blocks in which this rank's queries attend to them.
 Blocks = Callable[[int], Sequence[Block]]
@@ -39,7 +286,7 @@ def ring_attention(
         query: [batch, heads, part, head_dim].
         key, value: [batch, key/value heads, part, head_dim], of this rank.
         blocks: source rank -> the blocks in which queries attend to its keys.
-        sinks: [heads], a score of each head that has no value (`shardformer/attention/sinks.py`); None for none.
+        sinks: [heads], a score of each head that has no value (`shardformer/attention/registry.py`); None for none.
 
     Returns:
         [batch, heads, part, head_dim]; zero for a query that sees no key.

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import hides_nothing, host_copy, restarts
-from shardformer.distributed.collectives import all_gather, pad_dim
+from shardformer.distributed.collectives import all_gather, local_slice, pad_dim
 from shardformer.stages.placeholders import LayerInputs
 from shardformer.utils.token_features import by_layer, mask_among, part_of
 
@@ -195,3 +195,21 @@ def _repeat_last(embeds: Tensor, multiple: int) -> Tensor:
     missing = -embeds.shape[1] % multiple
     last = embeds[:, -1:].detach()
     return torch.cat([embeds, last.expand(-1, missing, *last.shape[2:])], dim=1) if missing else embeds
+
+
+def token_mask(inputs: Mapping[str, Any], axis: ZigzagSharding | None, tp_group: ProcessGroup | None) -> Tensor | None:
+    """Return the attention mask of this rank's tokens, [batch, seq/(cp * tp)]; None if there is none and all count.
+
+    Args:
+        inputs: of the model's forward, of whole sequences.
+        axis: the ranks that share sequences; None without context parallelism.
+        tp_group: tensor-parallel ranks that have parts of sequences in every layer; None if they see the same tokens.
+    """
+    mask = inputs.get("attention_mask")
+    if axis is None and tp_group is None:
+        return mask
+    if mask is None:
+        tokens = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
+        mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+    mask = mask if axis is None else axis.take(mask)
+    return mask if tp_group is None else local_slice(mask, 1, tp_group)

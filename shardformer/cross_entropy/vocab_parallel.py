@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.blocked_tensor import BlockedTensor
-from shardformer.distributed.blocks import blocks_of, sum_over_blocks
+from shardformer.distributed.blocks import BlockedTensor, blocks_of, sum_over_blocks
 
 
 def cross_entropy_sum(

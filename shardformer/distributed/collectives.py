@@ -24,11 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.blocked_collectives import copy_to_blocks, joined_blocks, reduce_from_blocks
-from shardformer.distributed.blocked_tensor import BlockedTensor
-from shardformer.distributed.blocks import blocks_of
+from shardformer.distributed.blocks import BlockedTensor, blocks_of, copy_to_blocks, joined_blocks, reduce_from_blocks
 from shardformer.shard_spec import ShardSpec
-from shardformer.utils.bytes import as_bytes
+from shardformer.utils.freed_memory import as_bytes
 from shardformer.utils.untraced import untraced
 
 # torch 2.13 renames both; earlier releases have the old names only.

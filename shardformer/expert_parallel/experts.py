@@ -4,21 +4,153 @@ transformers 5 stacks the experts of a layer in parameters [experts, ...] of one
 states [tokens, hidden], experts [tokens, k] and weights [tokens, k]. Any family with such a module can be sharded: a
 rank holds an equal share of the experts, and tokens are sent to them (`token_dispatcher.py`). Tensor parallelism does
 not shard these modules.
+
+Token dispatcher: sends tokens to the ranks that hold their experts, and sends the results back.
+
+The all-to-all of GShard (arXiv 2006.16668, section 3.3) and DeepSpeed-MoE (arXiv 2201.05596, section 5.3), but without
+fixed sizes: as in Megatron-Core, ranks first exchange row counts, so that no padding is needed and no token is dropped.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from shardformer.expert_parallel.token_dispatcher import ExpertCapacity, TokenDispatcher
+from shardformer.distributed.collectives import all_to_all_uneven, gather_from_region, local_slice, split_to_region
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import EXPERTS, Part, ShardSpec, annotate, shard_parameter
 from shardformer.utils.derived_modules import derive, replace_modules
-from shardformer.utils.phrases import divisors_phrase
+from shardformer.utils.structure import divisors_phrase
+from shardformer.utils.untraced import untraced
+
+# (hidden states [tokens, hidden], experts [tokens, k], weights [tokens, k]) -> [tokens, hidden]
+ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class TokenDispatcher:
+    """Sends tokens to the ranks that hold their experts, and combines the results.
+
+    A choice with the number `num_experts` selects no expert and adds nothing.
+
+    Args:
+        num_experts: total over all ranks; the ranks hold equal shares, in order.
+        group: the ranks that share the experts.
+        tp_group: tensor-parallel ranks that see the same tokens, so that each sends a slice of them; None if each rank
+            sees different tokens.
+    """
+
+    def __init__(self, num_experts: int, group: ProcessGroup, tp_group: ProcessGroup | None) -> None:
+        self.num_experts, self.group, self.tp_group = num_experts, group, tp_group
+        self.num_ranks = dist.get_world_size(group)
+
+    @untraced
+    def __call__(
+        self, experts: ExpertsForward, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; all ranks of the group must call this, with any number of tokens.
+
+        Args:
+            experts: runs the experts of this rank.
+            hidden_states: [tokens, hidden].
+            top_k_index, top_k_weights: experts of each token, and their weights, [tokens, k].
+        """
+        tp_group = self.tp_group
+        if tp_group is None:
+            return self._dispatch(experts, hidden_states, top_k_index, top_k_weights)
+        index = local_slice(top_k_index, 0, tp_group, fill=self.num_experts)
+        hidden, weights = (split_to_region(each, 0, tp_group) for each in (hidden_states, top_k_weights))
+        return gather_from_region(self._dispatch(experts, hidden, index, weights), 0, tp_group, len(hidden_states))
+
+    def _dispatch(self, experts: ExpertsForward, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        num_choices, chosen = index.shape[1], index.reshape(-1)  # (token, choice) pairs, flattened
+        # Not `bincount`, which waits for a GPU to learn the size of its result.
+        counts = chosen.new_zeros(self.num_experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts = counts[: self.num_experts]
+        arriving = torch.empty_like(counts)  # [ranks * experts here]
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        totals = torch.stack([counts, arriving]).view(2, self.num_ranks, -1).sum(-1)
+        order = chosen.argsort(stable=True)  # sorted by expert; queued before the host waits
+        # Rows to and from each rank. Sizes of tensors are numbers of the host: each layer waits for the device here.
+        sent, received = totals.tolist()
+
+        order = order[: sum(sent)]  # choices of no expert come last
+        rows = all_to_all_uneven(hidden[order // num_choices], sent, received, self.group)
+        experts_here = torch.arange(len(arriving) // self.num_ranks, device=rows.device).repeat(self.num_ranks)
+        found = _run_experts(experts, rows, experts_here.repeat_interleave(arriving, output_size=len(rows)))
+        back = all_to_all_uneven(found, received, sent, self.group)
+
+        pairs = back.new_zeros(len(chosen), back.shape[1]).index_copy(0, order, back)
+        weighted = pairs.unflatten(0, index.shape) * weights.unsqueeze(-1)
+        return weighted.sum(1).to(hidden.dtype)
+
+
+class ExpertCapacity:
+    """Capacity limit of experts (GShard, arXiv 2006.16668, section 2.2, with a sequence as a group).
+
+    An expert takes ceil(factor * length * k / experts) choices of each sequence of a batch. The first choices of all
+    tokens go before the second ones, and earlier tokens before later ones. Choices over the limit add nothing. The
+    result does not depend on the layout, because sequences are whole wherever the limit is applied.
+
+    Args:
+        factor: capacity as a multiple of a fair share.
+        num_experts: total over all ranks.
+        skips: whether a choice over the limit may get the number `num_experts`; else its weight becomes zero.
+    """
+
+    def __init__(self, factor: float, num_experts: int, skips: bool) -> None:
+        self.factor, self.num_experts, self.skips = factor, num_experts, skips
+        self._length = 0  # of the sequences in the current pass
+
+    def attach(self, block: nn.Module, experts: nn.Module) -> None:
+        """Drop choices over the limit before `experts` see them; `block`, which contains `experts`, sees sequences."""
+        block.register_forward_pre_hook(self._note, with_kwargs=True)
+        experts.register_forward_pre_hook(self._drop)
+
+    def kept(self, index: Tensor) -> Tensor:
+        """Return [tokens, k] bool: whether each choice has room; `index`: [tokens, k] experts, whole sequences."""
+        num_choices = index.shape[1]
+        limit = math.ceil(self.factor * self._length * num_choices / self.num_experts)
+        # [sequences, k * length], in order of priority.
+        queue = index.unflatten(0, (-1, self._length)).transpose(1, 2).flatten(1)
+        by_expert = queue.argsort(dim=1, stable=True)
+        ordered = queue.gather(1, by_expert)
+        place = torch.arange(queue.shape[1], device=queue.device) - torch.searchsorted(ordered, ordered)
+        has_room = torch.empty_like(queue, dtype=torch.bool).scatter_(1, by_expert, place < limit)
+        return has_room.unflatten(1, (num_choices, -1)).transpose(1, 2).flatten(0, 1)
+
+    def _note(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.dim() != 3:
+            raise ValueError(
+                f"expert_capacity_factor={self.factor} counts the tokens of a sequence, which {type(block).__name__} "
+                f"does not tell apart in its {hidden.dim()}-d input; use expert_capacity_factor=None"
+            )
+        self._length = hidden.shape[1]
+
+    def _drop(self, _: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, index, weights = args
+        over = ~self.kept(index)
+        index = index.masked_fill(over, self.num_experts) if self.skips else index
+        return hidden, index, weights.masked_fill(over, 0.0)
+
+
+def _run_experts(experts: ExpertsForward, rows: Tensor, chosen: Tensor) -> Tensor:
+    """Run the local experts on [rows, hidden]; `chosen` gives the expert of each row."""
+    count = len(rows)
+    if count == 0:
+        # Run one dummy row and drop its output: the experts must take part in the backward pass, which other ranks
+        # wait for, and get zero gradients like any expert without tokens.
+        rows, chosen = F.pad(rows, (0, 0, 0, 1)), chosen.new_zeros(1)
+    return experts(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))[:count]
+
 
 INDICES = ("top_k_index", "router_indices")
 _WEIGHTS = ("top_k_weights", "routing_weights")

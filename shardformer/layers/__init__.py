@@ -2,9 +2,8 @@
 
 from shardformer.layers.dropout import ParallelDropout, SharedDropout
 from shardformer.layers.embedding import HeadParallelEmbedding, VocabParallelEmbedding
-from shardformer.layers.linear import ColumnParallelLinear, RowParallelLinear, SharedInput
+from shardformer.layers.linear import ColumnParallelLinear, MultiQueryLinear, RowParallelLinear, SharedInput
 from shardformer.layers.lm_head import GatheredLMHead, VocabParallelLMHead, parallel_logits
-from shardformer.layers.multi_query_linear import MultiQueryLinear
 from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.layers.quantised_linear import for_quantised

@@ -11,11 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardformer.distributed.blocked_collectives import block_to_read, write_block
-from shardformer.distributed.blocked_tensor import BlockedTensor
-from shardformer.distributed.blocks import Blocks
-from shardformer.matmul.autocast import autocast
-from shardformer.matmul.weight_grad import matrix
+from shardformer.distributed.blocks import BlockedTensor, Blocks, block_to_read, write_block
+from shardformer.matmul.weight_grad import autocast, matrix
 from shardformer.shard_spec import ShardSpec
 
 

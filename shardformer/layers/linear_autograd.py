@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardformer.distributed.collectives import without_base
-from shardformer.matmul.autocast import autocast
-from shardformer.matmul.weight_grad import MatmulLayer, matrix, weight_gradient
+from shardformer.matmul.weight_grad import MatmulLayer, autocast, matrix, weight_gradient
 from shardformer.sequence_parallel.split_gather import PendingGather
 
 

@@ -1,12 +1,26 @@
-"""ParallelModule: base class of layers that hold one rank's shard of a native layer's weights."""
+"""ParallelModule: base class of layers that hold one rank's shard of a native layer's weights.
+
+Sums of partial gradients in the backward pass, for a sharded model in a plain torch training loop.
+
+A parameter that is whole, or replicated, on ranks that each use it on a part of the data (norms of heads, key/value
+heads fewer than ranks) gets a partial gradient on each rank. Code that reduces gradients itself gets the ranks from
+`grad_group_of` and switches these sums off.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from shardformer.quantised import is_quantised
+from shardformer.shard_spec import grad_group_of
 
 
 class ParallelModule(nn.Module, ABC):
@@ -50,3 +64,37 @@ class ParallelModule(nn.Module, ABC):
         Raises:
             TypeError: the number of features that the module reads or returns cannot be determined.
         """
+
+
+def sum_in_backward(model: nn.Module) -> None:
+    """Let every backward pass sum the partial gradients of `model`; skips parameters on the meta device for now."""
+    for parameter in model.parameters():
+        group = grad_group_of(parameter)
+        if group is None or parameter.is_meta or is_quantised(parameter):
+            continue
+        if not hasattr(parameter, "partial_sum"):
+            parameter.partial_sum = hook_gradient(parameter, partial(_summed, group))
+
+
+def leave_sums(model: nn.Module) -> None:
+    """Switch the sums off, because other code sums the gradients."""
+    for parameter in model.parameters():
+        handle = vars(parameter).pop("partial_sum", None)
+        if handle is not None:
+            handle.remove()
+
+
+def hook_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Register `hook` on the gradient of a parameter, even if it is frozen; return the handle."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_hook(hook)
+    parameter.requires_grad_(trains)
+    return handle
+
+
+def _summed(group: ProcessGroup, gradient: Tensor) -> Tensor:
+    # Copy: the same memory may also be the gradient of another tensor.
+    total = gradient.clone()
+    dist.all_reduce(total, group=group)
+    return total

@@ -15,7 +15,7 @@ from shardformer.distributed.collectives import all_gather, copy_to_region, redu
 from shardformer.layers.linear import ColumnParallelLinear, column_spec, out_features
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.shard_spec import Part, ShardSpec, shard_parameter
-from shardformer.utils.outer_call import call_through
+from shardformer.utils.untraced import call_through
 
 
 class StateSpaceProjection(ColumnParallelLinear):

@@ -1,8 +1,9 @@
 """Lazy initialization: build a model without values, shard it, then load only the values of this rank's shards."""
 
-from shardformer.lazy.empty_copy import empty_copy
+from shardformer.lazy.init_log import RecordedValues, is_recorded
 from shardformer.lazy.materialize import (
     WeightReader,
+    empty_copy,
     materialize,
     read_values,
     set_weight_reader,
@@ -10,7 +11,6 @@ from shardformer.lazy.materialize import (
     weight_reader_of,
 )
 from shardformer.lazy.recording import LazyInitContext, record_module_init
-from shardformer.lazy.replay import RecordedValues, is_recorded
 
 __all__ = [
     "LazyInitContext",

@@ -1,20 +1,38 @@
-"""record_module_init: a context in which models are built without values, and their initialization is recorded."""
+"""record_module_init: a context in which models are built without values, and their initialization is recorded.
+
+from_pretrained in `record_module_init`: runs transformers' loader, but reads the files later.
+
+For each tensor of the files, transformers' loader gets a tensor without values, whose step in the log reads the file.
+The loader renames, converts, casts, ties, initializes missing weights and reports as usual, and all of that is logged.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardformer.lazy.dispatch_mode import DispatchRecorder, FunctionRecorder
-from shardformer.lazy.init_log import InitLog
-from shardformer.lazy.replay import remember
+from shardformer.lazy.init_log import InitLog, RecordedValues, remember, undisturbed
+from shardformer.lazy.weight_files import (
+    WeightFileError,
+    has_bin_files,
+    open_tensors,
+    read_piece,
+    refuses_code,
+    weight_files,
+)
+from shardformer.shard_spec import ShardSpec
 
 _is_recording: ContextVar[bool] = ContextVar("is_recording", default=False)
 
@@ -45,8 +63,6 @@ def record_module_init(allow_bin: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_is_recording.reset, _is_recording.set(True))
         if find_spec("transformers") is not None:
-            from shardformer.lazy.pretrained import files_are_read_later
-
             stack.enter_context(files_are_read_later(recorder, allow_bin))
         stack.enter_context(_arguments_kept(modules))
         stack.enter_context(_truncated_normal_is_one_step(recorder))
@@ -120,3 +136,161 @@ def _truncated_normal_is_one_step(recorder: DispatchRecorder) -> Iterator[None]:
         yield
     finally:
         init._no_grad_trunc_normal_ = original
+
+
+@contextmanager
+def files_are_read_later(recorder: DispatchRecorder, allow_bin: bool) -> Iterator[None]:
+    """Give transformers' loader tensors whose values are still in the files."""
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel._load_pretrained_model
+
+    def loading(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if state_dict is None and checkpoint_files:
+            if load_config.hf_quantizer is not None:
+                raise ValueError(
+                    f"{type(model).__name__} is quantised, and quantised weights cannot be read later; build it "
+                    "outside of record_module_init()"
+                )
+            paths = [Path(file) for file in checkpoint_files]
+            check_paths(paths, Path(load_config.pretrained_model_name_or_path), allow_bin)
+            with undisturbed():
+                state_dict = {name: tensor for path in paths for name, tensor in _tensors_of(path, recorder)}
+        # No loader threads: the recorder sees only the operations of its own thread.
+        with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
+            return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    PreTrainedModel._load_pretrained_model = staticmethod(loading)
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = staticmethod(original)
+
+
+def check_paths(paths: list[Path], directory: Path, allow_bin: bool) -> None:
+    """Refuse files that an index names outside of its directory, and pickle files unless `allow_bin`.
+
+    Raises:
+        WeightFileError: there is such a file.
+    """
+    for path in paths:
+        if ".." in path.parts[len(directory.parts) :] or (directory.is_dir() and not path.is_relative_to(directory)):
+            raise WeightFileError(f"an index in {directory} names '{path}' outside the directory; do not load it")
+        if path.suffix != ".safetensors" and not allow_bin:
+            raise WeightFileError(
+                f"{path} is no safetensors file; save the model as safetensors, or, where you trust it, use "
+                "record_module_init(allow_bin=True)"
+            )
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """Reads one tensor of a safetensors file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def __call__(self) -> Tensor:
+        """Read the whole tensor."""
+        return self.piece(ShardSpec(self.shape))
+
+    def piece(self, spec: ShardSpec) -> Tensor:
+        """Read the piece that `spec` defines, and only that."""
+        return read_piece(self.path, self.name, spec)
+
+
+@dataclass(frozen=True)
+class BinTensor:
+    """Reads one tensor of a file written by torch.save."""
+
+    path: Path
+    name: str
+
+    def __call__(self) -> Tensor:
+        """Read the whole tensor."""
+        return self._mapped().clone()
+
+    def piece(self, spec: ShardSpec) -> Tensor:
+        """Read the piece that `spec` defines; the file is memory-mapped."""
+        return spec.shard(self._mapped())
+
+    def _mapped(self) -> Tensor:
+        return _load_bin(self.path)[self.name]
+
+
+def _load_bin(path: Path) -> dict[str, Tensor]:
+    with refuses_code(str(path)):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _tensors_of(path: Path, recorder: DispatchRecorder) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and a tensor without values for every tensor of a file."""
+    if path.suffix != ".safetensors":
+        for name, values in _load_bin(path).items():
+            yield name, recorder.constant(BinTensor(path, name), values)
+        return
+    with open_tensors(path) as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            view = file.get_slice(name)
+            shape = tuple(view.get_shape())
+            dtype = (view[:0] if shape else view[...]).dtype
+            like = torch.empty(shape, dtype=dtype, device="meta")
+            yield name, recorder.constant(FileTensor(path, name, shape), like)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The weights of a directory, matched to a model.
+
+    Attributes:
+        values: values of the model's parameters and buffers, read piece by piece.
+        missing: names that the files lack.
+        unexpected: names that the model lacks.
+        mismatched: (name, shape in the files, shape in the model).
+    """
+
+    values: RecordedValues
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+
+
+def open_directory(model_class: type, config: Any, directory: Path, dtype: torch.dtype, allow_bin: bool) -> Opened:
+    """Open the weights of a directory as transformers' `from_pretrained` of a model class would.
+
+    Raises:
+        WeightFileError: a file is missing, broken, or must not be loaded.
+    """
+    if not (allow_bin and has_bin_files(directory)):
+        weight_files(directory)  # given a missing directory, transformers would search its hub
+    try:
+        with record_module_init(allow_bin), _without_progress_bar():
+            model, info = model_class.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                local_files_only=True,
+            )
+    except (RuntimeError, KeyError) as error:
+        raise WeightFileError(f"{directory} cannot be read as a {model_class.__name__}: {error}") from error
+    mismatched = [(name, tuple(found), tuple(expected)) for name, found, expected in info["mismatched_keys"]]
+    return Opened(
+        RecordedValues(model, seed=0), sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), sorted(mismatched)
+    )
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Hide the progress bar: no value is read here, and every rank would show one."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

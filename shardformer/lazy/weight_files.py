@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardformer.shard_spec import ShardSpec
-from shardformer.utils.json import read_json_object
+from shardformer.utils.typed_json import read_json_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AT_ONCE = 2**22  # elements of a full tensor that are read at a time

@@ -11,9 +11,7 @@ from functools import partial
 
 from torch import nn
 
-from shardformer.loss.audio import connectionist, mean_of_samples
-from shardformer.loss.detection import detection
-from shardformer.loss.image import masked_pixels, segmentation
+from shardformer.loss.perception import connectionist, detection, masked_pixels, mean_of_samples, segmentation
 from shardformer.loss.terms import HeadLoss
 from shardformer.loss.text import (
     causal_lm,

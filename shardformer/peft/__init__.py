@@ -7,11 +7,10 @@ that need a model of peft: code with such a model has imported peft already. doc
 
 from __future__ import annotations
 
-from shardformer.peft.checks import check_adapters
-from shardformer.peft.detach import adapters_aside
 from shardformer.peft.kinds import adapter_configs, kind_of, model_inside
+from shardformer.peft.layer_checks import check_adapters
 from shardformer.peft.prompts import behind_prompts, prompt_config, prompts_followed, prompts_on_stages
-from shardformer.peft.shard import keep_whole
+from shardformer.peft.shard import adapters_aside, keep_whole
 
 __all__ = [
     "adapter_configs",

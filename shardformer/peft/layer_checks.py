@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardformer.layers.linear import is_linear
-from shardformer.peft.kinds import IA3_LINEAR, LORA_LINEAR, inner_module, is_a, is_exactly, name_of
+from shardformer.peft.kinds import (
+    IA3_LINEAR,
+    LORA_LINEAR,
+    adapter_configs,
+    inner_module,
+    is_a,
+    is_exactly,
+    kind_of,
+    model_inside,
+    name_of,
+    peft_class,
+)
+from shardformer.peft.prompts import task_of
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
 
@@ -151,3 +165,142 @@ def _fits(layer: nn.Module) -> bool:
     if is_exactly(layer, "lora embedding"):
         return isinstance(layer.base_layer, nn.Embedding)
     return is_linear(inner_module(layer)) or not is_exactly(layer, *LORA_LINEAR, *IA3_LINEAR)
+
+
+# peft's names of the kinds whose layers are self-contained, so that a pipeline stage may hold some of them.
+LAYER_KINDS = frozenset(
+    (
+        *("LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "VERA", "FOURIERFT", "MISS", "DELORA"),
+        *("LN_TUNING", "TRAINABLE_TOKENS"),
+    )
+)
+# Kinds that put virtual tokens in front of each sequence.
+PROMPT_KINDS = frozenset(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"))
+
+
+def check_adapters(model: nn.Module, cuts: Sequence[str]) -> None:
+    """Check that each kind of adapter in `model`, which may be wrapped by peft, trains the same as in peft.
+
+    Args:
+        cuts: the options that shard the model, such as `tp_size=2`; none if every rank holds the whole model.
+
+    Raises:
+        ValueError: an adapter would train differently.
+    """
+    inside = model_inside(model)
+    if is_a(model, "mixed model") or (inside is not model and is_a(inside, "model")):
+        raise ValueError(
+            f"a {type(model).__name__} around adapters of several kinds is not supported; wrap the model once, by "
+            "peft's get_peft_model"
+        )
+    for name, config in adapter_configs(model).items():
+        problem = _problem_of_kind(model, config, cuts)
+        if problem:
+            raise ValueError(f"the adapter '{name}' is of peft's kind {kind_of(config)}, {problem}")
+
+
+def _problem_of_kind(model: nn.Module, config: Any, cuts: Sequence[str]) -> str | None:
+    kind, whole = kind_of(config), "tp_size=1, pp_size=1 and cp_size=1 (dp works)"
+    cut_by = cuts[0] if cuts else None
+    if config.is_prompt_learning:
+        if kind not in PROMPT_KINDS:
+            return f"whose loss is not the model's own; use {', '.join(sorted(PROMPT_KINDS))} or LORA"
+        is_decoder = not getattr(getattr(model_inside(model), "config", None), "is_encoder_decoder", False)
+        known = ("CAUSAL_LM", "SEQ_CLS") if is_decoder else ("SEQ_CLS",)
+        if task_of(config) not in known:
+            use = ", ".join(map(repr, known))
+            return f"whose outputs of task_type={task_of(config)} are not known here; use {use}, or LORA"
+        return _problem_of_prompts(cuts)
+    tuner = getattr(model, "base_model", None) if is_a(model, "model") else None
+    if tuner is not None and not _only_wraps(tuner):
+        return "which changes the model's forward or reads gradients between steps; use LORA or IA3"
+    if cut_by and kind not in LAYER_KINDS:
+        return f"of which it is not known that {cut_by} leaves it what it is; use {whole}, or LORA or IA3"
+    return None
+
+
+def _problem_of_prompts(cuts: Sequence[str]) -> str | None:
+    others = [cut for cut in cuts if not cut.startswith(("tp_size", "pp_size"))]
+    if not others:
+        return None
+    return (
+        f"whose virtual tokens need whole sequences on each rank, which {others[0]} cuts; use cp_size=1 and ep_size=1 "
+        "(dp, tp and pp work), or LORA"
+    )
+
+
+def _only_wraps(tuner: nn.Module) -> bool:
+    """Return whether a tuner calls the model unchanged and needs no call from the training loop."""
+    base = peft_class("tuner")
+    return isinstance(tuner, base) and type(tuner).forward is base.forward and not hasattr(tuner, "update_and_allocate")
+
+
+# Name in a model -> name in an adapter file.
+FileNames = Mapping[str, str]
+
+
+def file_names(model: nn.Module) -> dict[str, FileNames]:
+    """Return the file names of each adapter's tensors, as given by peft for the whole model.
+
+    Covers only the kinds whose files hold parameters and buffers unchanged.
+    """
+    if not is_a(model, "model"):
+        return {}
+    # One tensor per name, even if parameters are tied: shows which tensors peft wants, and under which names.
+    state = {
+        name: torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for name, each in model.state_dict(keep_vars=True).items()
+    }
+    own = {id(tensor): name for name, tensor in state.items()}
+    found = {}
+    for adapter, config in adapter_configs(model).items():
+        if kind_of(config) in LAYER_KINDS:
+            saved = adapter_tensors(model, adapter, state)
+            found[adapter] = {own[id(tensor)]: name for name, tensor in saved.items()}
+    return found
+
+
+def adapter_tensors(model: nn.Module, adapter: str, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return name in the file -> tensor, for an adapter of a whole model.
+
+    Args:
+        state: tensors to choose from; None for the model's own.
+    """
+    from peft import get_peft_model_state_dict  # already imported, as the model is one of peft's
+
+    saves_embeddings = _saves_embeddings(model, model.peft_config[adapter])
+    return get_peft_model_state_dict(
+        model, state_dict=state, adapter_name=adapter, save_embedding_layers=saves_embeddings
+    )
+
+
+def _saves_embeddings(model: nn.Module, config: Any) -> bool:
+    """Return whether peft saves embeddings: those that have an adapter, and those that were resized.
+
+    peft's own 'auto' asks the hub for the original size; this function uses local files only.
+    """
+    if config.is_prompt_learning or getattr(config, "trainable_token_indices", None) is not None:
+        return False
+    if kind_of(config) == "TRAINABLE_TOKENS" or not hasattr(model, "get_input_embeddings"):
+        return False
+    if is_a(model.get_input_embeddings(), "layer") or is_a(model.get_output_embeddings(), "layer"):
+        return _targets_embeddings(config)
+    return _is_resized(model, config)
+
+
+def _targets_embeddings(config: Any) -> bool:
+    """Return whether the targets include embeddings, by the names that peft uses for them."""
+    from peft.utils.other import EMBEDDING_LAYER_NAMES
+
+    targets = config.target_modules  # a string is a regular expression
+    return isinstance(targets, str) or any(name in targets for name in EMBEDDING_LAYER_NAMES)
+
+
+def _is_resized(model: nn.Module, config: Any) -> bool:
+    own, path = getattr(model, "config", None), config.base_model_name_or_path
+    if not path or not hasattr(own, "vocab_size"):
+        return False
+    try:
+        return type(own).from_pretrained(path, local_files_only=True).vocab_size != own.vocab_size
+    except (OSError, ValueError):
+        return False

@@ -27,7 +27,7 @@ from shardformer.shard_config import ShardConfig
 from shardformer.stages.layout import StageLayout
 from shardformer.stages.placeholders import StageInput
 from shardformer.stages.stage import PipelineStageManager
-from shardformer.utils.forward_reads import Read, reads_of_forward
+from shardformer.utils.forward_syntax import Read, reads_of_forward
 from shardformer.utils.module_paths import has_module, join, path_of
 
 Lookup = Callable[[nn.Module], Policy]

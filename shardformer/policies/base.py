@@ -15,7 +15,7 @@ from shardformer.loss.heads import HeadLosses
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StageLayout
 from shardformer.utils.derived_modules import ModuleChange
-from shardformer.utils.phrases import divisors_phrase
+from shardformer.utils.structure import divisors_phrase
 
 
 @dataclass

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.blocked_collectives import split_parameter
-from shardformer.distributed.blocks import Blocks, blocks_of, num_parts
+from shardformer.distributed.blocks import Blocks, blocks_of, num_parts, split_parameter
 from shardformer.distributed.collectives import (
     copy_to_region,
     gather_features,
@@ -25,7 +24,7 @@ from shardformer.distributed.collectives import (
 from shardformer.layers import ParallelDropout
 from shardformer.layers.linear import column_spec, copies_group, in_features, out_features, row_spec
 from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
-from shardformer.utils.parameter_aliases import alias_parameters
+from shardformer.utils.module_paths import alias_parameters
 
 _log = logging.getLogger(__name__)
 _ROUNDED_BYTES = 2  # of a 16-bit value

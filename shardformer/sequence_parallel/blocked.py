@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.blocked_collectives import reduce_from_blocks
-from shardformer.distributed.blocked_tensor import BlockedTensor
-from shardformer.distributed.blocks import Blocks, all_gather_flat, own_blocks
+from shardformer.distributed.blocks import BlockedTensor, Blocks, all_gather_flat, own_blocks, reduce_from_blocks
 from shardformer.distributed.collectives import pad_dim
 from shardformer.sequence_parallel.split_gather import SEQ_DIM, SequenceParallel
-from shardformer.utils.parameter_aliases import alias_parameters
+from shardformer.utils.module_paths import alias_parameters
 
 _FIELDS = "hidden_states"  # hidden_states, encoder_hidden_states, ...
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TypeVar
 
-from shardformer.stages.placeholders import StagePlaceholder
+from torch import nn
+
+from shardformer.stages.placeholders import StageInput, StageMessage, StagePlaceholder
 from shardformer.utils.module_paths import join
 
 T = TypeVar("T")
@@ -111,3 +115,150 @@ class StageLayout:
         layers = {f"{self.layers}.{number - 1}": 0 for number in numbers if number}
         kept = layers | (dict.fromkeys(self.first, 0) if 0 in numbers else {})
         return replace(self, kept_outputs={**self.kept_outputs, **kept}, changes_shapes=True, skips_layers=True)
+
+
+def balanced_split(
+    costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0, never_first: Collection[int] = ()
+) -> list[int]:
+    """Split consecutive layers into stages so that the cost of the most expensive stage is minimal.
+
+    Every stage gets at least one layer. Ties are broken by the smallest sum of squared stage costs.
+
+    Args:
+        costs: cost of each layer.
+        num_stages: number of stages.
+        first, last: additional costs of the first and the last stage.
+        never_first: numbers of layers that cannot be the first of a stage.
+
+    Returns:
+        Number of layers in each stage.
+
+    Raises:
+        ValueError: fewer layers than stages may begin a stage.
+    """
+    starts = len(set(range(len(costs))) - {*never_first} | {0})
+    if starts < num_stages:
+        raise ValueError(
+            f"pp_size={num_stages} is larger than the number of layers that may begin a stage, {starts} of "
+            f"{len(costs)}; use a pp_size of at most {starts}"
+        )
+    until = list(accumulate(costs, initial=0.0))
+    count = len(costs)
+    # best[stage][end]: `end` layers in `stage + 1` stages -> ((largest cost, sum of squares), start of the last stage).
+    best: list[dict[int, tuple[tuple[float, float], int]]] = []
+    for stage in range(num_stages):
+        extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
+        row: dict[int, tuple[tuple[float, float], int]] = {}
+        for end in range(stage + 1, count - (num_stages - stage - 1) + 1):
+            choices = []
+            for begin in [0] if stage == 0 else best[-1]:
+                if begin < end and (begin == 0 or begin not in never_first):
+                    cost = until[end] - until[begin] + extra
+                    largest, squares = (0.0, 0.0) if stage == 0 else best[-1][begin][0]
+                    choices.append(((max(largest, cost), squares + cost * cost), begin))
+            if choices:
+                row[end] = min(choices, key=lambda choice: (choice[0], -choice[1]))
+        best.append(row)
+    counts, end = [], count
+    for row in reversed(best):
+        begin = row[end][1]
+        counts.append(end - begin)
+        end = begin
+    return counts[::-1]
+
+
+def matrix_cost(module: nn.Module, counts: Callable[[str], bool] = lambda name: True) -> float:
+    """Estimate the cost of a forward pass for one token: the number of elements of all weight matrices.
+
+    Embedding tables are excluded, because a lookup takes almost no time. Attention scores are excluded, because their
+    cost depends on the sequence length and is the same in all layers.
+
+    Args:
+        module: the module to estimate.
+        counts: whether to include the module of a given name.
+    """
+    return float(
+        sum(
+            param.numel()
+            for name, each in module.named_modules()
+            if not isinstance(each, nn.Embedding) and counts(name)
+            for param in each.parameters(recurse=False)
+            if param.dim() > 1
+        )
+    )
+
+
+# A parent module, and the name or index of its child.
+Place = tuple[nn.Module, str | int]
+
+
+@dataclass
+class VirtualStage:
+    """One stage of a rank.
+
+    Attributes:
+        carried_inputs: names of the layer inputs that the stage receives.
+        keeps: (path, field) of the outputs of finished modules that the stage receives.
+        ignored_inputs: inputs of the model that the stage does not use.
+        is_last: whether the forward of the model returns here, and does not end at the next stage's first layer.
+        placeholders: place -> placeholder, in the order in which they are installed.
+    """
+
+    carried_inputs: Sequence[str] = ()
+    keeps: Sequence[tuple[str, str]] = ()
+    ignored_inputs: frozenset[str] = frozenset()
+    is_last: bool = True
+    placeholders: dict[Place, StagePlaceholder] = field(default_factory=dict)
+
+
+class VirtualStages:
+    """All stages of a rank. Between passes the model has the modules of all its stages, and placeholders elsewhere.
+
+    Args:
+        model: the full model; modules that no stage of this rank runs are dropped.
+        stage_input: the input that all placeholders of the model read.
+        views: stage -> its view of the model.
+    """
+
+    def __init__(self, model: nn.Module, stage_input: StageInput, views: Mapping[int, VirtualStage]) -> None:
+        self.stage_input, self.views = stage_input, dict(views)
+        for view in self.views.values():
+            for stand_in in view.placeholders.values():
+                stand_in.stage_input = stage_input
+        first, *others = self.views.values()
+        for place, stand_in in first.placeholders.items():
+            if all(place in view.placeholders for view in others):
+                _put(place, stand_in)
+        remaining = {id(module) for module in model.modules()}
+        for view in self.views.values():
+            # Drop placeholders whose parent module is gone. With a single stage all of them are installed already.
+            reachable = {place: each for place, each in view.placeholders.items() if id(place[0]) in remaining}
+            view.placeholders = reachable if others else {}
+
+    @contextmanager
+    def running(self, stage: int | None, message: StageMessage | None) -> Iterator[VirtualStage]:
+        """Install the placeholders of `stage` (None: the only one) and its `message` for the duration of a pass."""
+        view = self.views[stage] if stage is not None else next(iter(self.views.values()))
+        held = {place: _get(place) for place in view.placeholders}
+        for place, stand_in in view.placeholders.items():
+            _put(place, stand_in)
+        self.stage_input.begin(message, view.carried_inputs, view.keeps)
+        try:
+            yield view
+        finally:
+            self.stage_input.begin(None)
+            for place, module in held.items():
+                _put(place, module)
+
+
+def _get(place: Place) -> nn.Module:
+    parent, key = place
+    return parent[key] if isinstance(key, int) else getattr(parent, key)
+
+
+def _put(place: Place, module: nn.Module) -> None:
+    parent, key = place
+    if isinstance(key, int):
+        parent[key] = module
+    else:
+        setattr(parent, key, module)

@@ -2,12 +2,17 @@
 
 All placeholders of a model share one `StageInput`. The received hidden state becomes the input of the first layer of
 the stage. Everything the model computes before that layer (masks, scaled embeddings, norms) only needs its shape.
+
+Dictionaries that layers write for later layers, such as the keys and values that several layers share.
+
+A stage adds what earlier stages wrote to the dictionary of its own pass. A dictionary has known keys; each value is a
+pair of tensors. See `StageLayout.shared_states`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -15,10 +20,42 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardformer.distributed.blocked_collectives import divided_by_heads, joined_blocks
-from shardformer.distributed.blocks import Blocks
-from shardformer.stages.shared_states import States, add_received, written
-from shardformer.utils.outer_call import call_through
+from shardformer.distributed.blocks import Blocks, divided_by_heads, joined_blocks
+from shardformer.utils.untraced import call_through
+
+Name = str | int  # of an entry of a dictionary: a kind of layers, or the number of a layer
+States = Mapping[str, Sequence[Name]]
+Key = tuple[str, str]
+
+
+def state_keys(states: States) -> list[Key]:
+    """Return the names of all tensors of the dictionaries in the order of a message: (input, key and part)."""
+    return [(name, f"{key}.{part}") for name, keys in states.items() for key in keys for part in (0, 1)]
+
+
+def written(states: States, inputs: Mapping[str, Mapping[Name, tuple[Tensor, Tensor]]]) -> dict[Key, Tensor]:
+    """Return the tensors that the dictionaries `inputs` hold so far."""
+    return {
+        (name, f"{key}.{part}"): tensor
+        for name, keys in states.items()
+        for key in keys
+        if key in inputs[name]
+        for part, tensor in enumerate(inputs[name][key])
+    }
+
+
+def add_received(
+    states: States,
+    inputs: Mapping[str, MutableMapping[Name, tuple[Tensor, Tensor]]],
+    kept: Mapping[Key, Tensor | None],
+) -> None:
+    """Add the received tensors to the dictionaries `inputs`, in place: all later layers read the same objects."""
+    for name, keys in states.items():
+        for key in keys:
+            first, second = (kept.get((name, f"{key}.{part}")) for part in (0, 1))
+            if first is not None and second is not None:
+                inputs[name][key] = (first, second)
+
 
 StageMessage = tuple[Tensor | None, ...]
 

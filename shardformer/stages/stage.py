@@ -14,14 +14,21 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.stages.between_layers import exchange_inputs, keys_between
-from shardformer.stages.earlier_modules import KeptOutput, MetaModule, ReceivedOutput, keep_tensors, output_keys
-from shardformer.stages.layout import StageLayout
-from shardformer.stages.partition import balanced_split, matrix_cost
+from shardformer.stages.earlier_modules import (
+    KeptOutput,
+    MetaModule,
+    ReceivedOutput,
+    exchange_inputs,
+    keep_tensors,
+    keys_between,
+    output_keys,
+)
+from shardformer.stages.layout import Place, StageLayout, VirtualStage, VirtualStages, balanced_split, matrix_cost
 from shardformer.stages.placeholders import (
     Boundary,
     CachedTower,
     IdentityPlaceholder,
+    Key,
     LayerInputPlaceholder,
     Received,
     ReceivedByTower,
@@ -37,10 +44,9 @@ from shardformer.stages.placeholders import (
     enter_at,
     hook_captured_outputs,
     keep_output,
+    state_keys,
     with_attributes,
 )
-from shardformer.stages.shared_states import Key, state_keys
-from shardformer.stages.virtual_stages import Place, VirtualStage, VirtualStages
 from shardformer.utils.module_paths import has_module
 
 __all__ = [

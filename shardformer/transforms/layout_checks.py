@@ -1,12 +1,21 @@
-"""Reasons why a layout conflicts with what a model computes across tokens, layers or heads."""
+"""Reasons why a layout conflicts with what a model computes across tokens, layers or heads.
+
+Context parallelism inside of layers: parts of sequences between attentions, whole sequences around the layers.
+
+For models whose inputs cannot be sharded as one sequence: encoder-decoders, and models that embed or mask their tokens
+in their own way. Attention exchanges parts of sequences for heads (DeepSpeed-Ulysses, arXiv 2309.14509), as
+`sequence_parallel/ulysses.py` does between tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardformer.attention import uses_registry
+from shardformer.distributed.collectives import all_gather, local_slice
 from shardformer.loss.routers import router_loss_of
 from shardformer.policies.base import Policy
+from shardformer.sequence_parallel.split_gather import SEQ_DIM, SequenceParallel
 from shardformer.shard_config import ShardConfig
 from shardformer.transforms.context_parallel import counting_reasons
 
@@ -44,3 +53,18 @@ def exchange_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> 
     if kv_heads % size and size % kv_heads:
         return [f"{mode} with tp_size={size} neither divides num_key_value_heads={kv_heads} nor is a multiple of it"]
     return []
+
+
+class LayerSequence(SequenceParallel):
+    """The parts of sequences that context-parallel ranks have inside of layers.
+
+    What is around the layers is computed on every rank, with a copy of the loss that is divided by the number of ranks.
+    So a rank has a summand of each gradient, which are added up with those of the replicas.
+    """
+
+    def split(self, x: Tensor) -> Tensor:
+        """Split [batch, seq, hidden] -> [batch, seq/cp, hidden]; the gradient of other parts is zero on this rank."""
+        return local_slice(x, SEQ_DIM, self.group)
+
+    def _gather_whole(self, x: Tensor) -> Tensor:
+        return all_gather(x, SEQ_DIM, self.group, self.length)

@@ -13,12 +13,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardformer.layers import FusedLayerNorm, FusedRMSNorm
 from shardformer.layers.fused_ops import bias_activation, bias_dropout_add, dropout_add, gated
+from shardformer.layers.parallel_module import ParallelModule
 from shardformer.layers.replicated_linear import replicated_linear
 from shardformer.stages.stage import StagePlaceholder
-from shardformer.utils.customizations import hook_on
+from shardformer.utils.customizations import carry_over, hook_on, stored_weight, user_code
 from shardformer.utils.derived_modules import change_module, derive
 from shardformer.utils.forward_syntax import activated_linears, definer, parsed, statements_of
+from shardformer.utils.module_paths import replace_module
 
 _KINDS = {
     "NewGELUActivation": "tanh",
@@ -209,3 +212,42 @@ def _block_of(cls: type) -> Any:
     """Return the methods that fuse a class whose forward is that of a known block; None for another class."""
     statements = statements_of(cls)
     return next((methods for text, methods in _BLOCKS.items() if parsed(text) == statements), None)
+
+
+_NORMALISED = (
+    "input_dtype = hidden_states.dtype; hidden_states = hidden_states.to(torch.float32); "
+    "variance = hidden_states.pow(2).mean(-1, keepdim=True); "
+    "hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon); "
+)
+_RMS_NORM = (  # of Llama, and of OLMo 2
+    f"{_NORMALISED}return self.weight * hidden_states.to(input_dtype)",
+    f"{_NORMALISED}return (self.weight * hidden_states).to(input_dtype)",
+)
+_OFFSET_RMS_NORM = (  # of Gemma: weights start at 0
+    "output = self._norm(x.float()); output = output * (1.0 + self.weight.float()); return output.type_as(x)",
+)
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Replace the norms of `model` whose classes compute a layer norm or a known RMS norm, in place."""
+    for path, module in list(model.named_modules()):
+        new = _fused(module)
+        if new is not None and user_code(module) is None:
+            carry_over(module, new)
+            replace_module(model, path, new)
+
+
+def _fused(module: nn.Module) -> ParallelModule | None:
+    if type(module) is nn.LayerNorm:
+        return FusedLayerNorm(module) if module.weight is not None else None
+    offset = _offset_of(definer(type(module))) if stored_weight(module) is not None else None
+    return FusedRMSNorm(module, offset) if offset is not None else None
+
+
+@cache
+def _offset_of(cls: type) -> float | None:
+    """Return what a known RMS norm adds to its weight; None for another class."""
+    statements = statements_of(cls)
+    if statements in map(parsed, _RMS_NORM):
+        return 0.0
+    return 1.0 if statements in map(parsed, _OFFSET_RMS_NORM) else None

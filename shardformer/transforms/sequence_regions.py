@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from shardformer.sequence_parallel.blocked import BlockedSequence, return_whole_states, use_parameters_by_block
-from shardformer.sequence_parallel.counted_positions import count_whole_sequences
 from shardformer.sequence_parallel.split_gather import (
     SequenceParallel,
+    count_whole_sequences,
     first_input,
     first_output,
     slice_other_tokens,
@@ -18,8 +18,8 @@ from shardformer.sequence_parallel.split_gather import (
     wrap_layers,
 )
 from shardformer.stages.placeholders import LayerInputs
-from shardformer.utils.outer_call import call_through
 from shardformer.utils.token_features import by_layer
+from shardformer.utils.untraced import call_through
 
 
 def divide_layers(

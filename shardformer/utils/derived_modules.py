@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.utils.outer_call import set_class
+from shardformer.utils.untraced import set_class
 
 # Changes a module in place; may return an object of a derived class that replaces it.
 ModuleChange = Callable[[nn.Module], nn.Module | None]

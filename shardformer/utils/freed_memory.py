@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
+from torch import Tensor
+
 _LEAST = 2**20  # bytes
 _SHARE = 50
 
@@ -42,3 +45,15 @@ class FreedMemory:
         if self._freed >= self._limit:
             return_freed_memory()
             self._freed = 0
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return [..., size] as uint8, [..., size * itemsize]: a view where the values are dense in memory, or else a copy.
+
+    torch counts a dim of one element as contiguous whatever its stride is, but takes no such tensor as bytes: a column
+    of a batch of one row.
+    """
+    dense = x.contiguous()
+    if dense.stride(-1) != 1:
+        dense = dense.clone(memory_format=torch.contiguous_format)
+    return dense.view(torch.uint8)

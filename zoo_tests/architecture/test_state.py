@@ -22,7 +22,7 @@ ALLOWED = {
     "booster/failure/stack_probe.py:_WAITING_CODE": "filled by a decorator, when modules are imported",
     "plugins/hybrid_parallel/compat/deepspeed_3d/logits.py:_reading": "a ContextVar: set by a context manager",
     "plugins/hybrid_parallel/distributed/thread_ranks.py:_of_thread": "of a thread: torch's functions take no world",
-    "plugins/hybrid_parallel/setup/given.py:_BOOSTED": "weak: models of the script that `boost` has changed",
+    "plugins/hybrid_parallel/setup/input_checks.py:_BOOSTED": "weak: models of the script that `boost` has changed",
     "shardformer/compat/atorch/parallel_groups.py:PROCESS_STATE": "ATorch's own functions take no object",
     "shardformer/cross_entropy/chunking.py:_State": "set by context managers",
     "shardformer/distributed/blocks.py:_BLOCKS_OF": "released with the process group that it describes",

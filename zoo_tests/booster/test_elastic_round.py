@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from booster.elastic_round import agree_on_round
+from booster.elastic.job_environment import agree_on_round
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from booster.shadows import hidden_beside
+from booster.extensions import hidden_beside
 from zoo_tests.harness.ranks import under_load
 
 REPOSITORY = Path(__file__).resolve().parents[2]

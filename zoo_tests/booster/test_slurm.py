@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from booster.errors import ConfigurationError
-from booster.slurm import first_host, tasks_by_node, variables_of_task
+from booster.launch import first_host, tasks_by_node, variables_of_task
 
 TASK = {
     "SLURM_JOB_ID": "4711",

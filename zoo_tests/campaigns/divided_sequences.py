@@ -26,8 +26,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.train import train_reference
 from shardformer.policies.plans import tables
-from shardformer.policies.plans.attention_alone import attention_outside
-from shardformer.policies.plans.policy import PlanPolicy
+from shardformer.policies.plans.policy import PlanPolicy, attention_outside
 from shardformer.policies.registry import policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
-from plugins.hybrid_parallel.verify.share_cut import share_cut
+from plugins.hybrid_parallel.verify.propose import share_cut
 from plugins.hybrid_parallel.verify.train import train_reference
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from plugins.hybrid_parallel.setup.mixed_samples import mixed_samples
+from plugins.hybrid_parallel.setup.input_checks import mixed_samples
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
 from zoo_tests.campaigns.census.classes import head_classes
 from zoo_tests.campaigns.census.trained import twin_of

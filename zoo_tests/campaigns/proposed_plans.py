@@ -30,8 +30,7 @@ from torch import nn
 
 from plugins.hybrid_parallel.verify.compare import TOLERANCES
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
-from plugins.hybrid_parallel.verify.propose import propose_verified
-from plugins.hybrid_parallel.verify.share_cut import share_cut
+from plugins.hybrid_parallel.verify.propose import propose_verified, share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from shardformer.policies.plans import tables
 from shardformer.policies.plans.completion import region_of

@@ -24,8 +24,8 @@ from typing import Any
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, matching_key
 from shardformer.policies.head_losses import head_loss_of
 from shardformer.policies.plans.policy import PlanPolicy
-from shardformer.policies.plans.tables import proposed
-from shardformer.policies.plans.tables.proposed import LOSSES, USUAL, head_loss_builder
+from shardformer.policies.plans.tables import completed
+from shardformer.policies.plans.tables.completed import LOSSES, USUAL, head_loss_builder
 from shardformer.policies.proposed.execution import execution_order
 from shardformer.policies.proposed.plan import ProposedPlan
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
@@ -33,7 +33,7 @@ from zoo_tests.campaigns.census.trained import plain_run, sharded_run
 from zoo_tests.campaigns.census.verdict import EXACT
 from zoo_tests.harness.ranks import stop_pools
 
-_TABLE = Path(proposed.__file__).with_name("proposed.json")
+_TABLE = Path(completed.__file__).with_name("proposed.json")
 _ROWS = 6
 OWN_LOSS = "computes a loss of its own"  # of which micro-batches cannot be put together
 

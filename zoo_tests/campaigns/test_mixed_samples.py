@@ -1,7 +1,7 @@
 """A sample of the classes whose samples are computed apart, or not.
 
 What breaks here first: a family whose new release routes or normalises over the batch. Look in
-`plugins/hybrid_parallel/setup/mixed_samples.py`. `python -m zoo_tests.campaigns.mixed_samples` checks every class.
+`plugins/hybrid_parallel/setup/input_checks.py`. `python -m zoo_tests.campaigns.mixed_samples` checks every class.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from transformers.utils import import_utils
 from plugins.hybrid_parallel.boosted import batch_split
 from plugins.hybrid_parallel.boosted import model as boosted_model
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.boosted.whole_model import WholeModel
+from plugins.hybrid_parallel.boosted.model_api import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed import mesh as meshes
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
@@ -28,7 +28,7 @@ from plugins.hybrid_parallel.setup.optimizer import build_optimizer
 from plugins.hybrid_parallel.train_step import PipelineStep
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
-from shardformer.utils.parameter_names import names_of_parameters
+from shardformer.utils.module_paths import names_of_parameters
 from zoo_tests.cuda_trace.recorder import StepCounts, StepRecorder, record_wait
 from zoo_tests.zoo import FAMILIES
 

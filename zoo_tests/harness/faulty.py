@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM
 from booster import Booster
 from booster.errors import NonFiniteError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.utils.backward_pass import in_backward
+from shardformer.utils.untraced import in_backward
 from zoo_tests.harness.ranks import run_on_ranks
 
 LAYOUTS = {

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.boosted.whole_model import WholeModel
+from plugins.hybrid_parallel.boosted.model_api import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
-from plugins.hybrid_parallel.planner.memory_model import StaticMemory
+from plugins.hybrid_parallel.planner.rank_memory import StaticMemory
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer, finish_model
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
-from shardformer.utils.parameter_names import names_of_parameters
+from shardformer.utils.module_paths import names_of_parameters
 
 
 def static_memory(

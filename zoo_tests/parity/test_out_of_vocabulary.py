@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardformer.cross_entropy.vocab_parallel import cross_entropy_sum
-from shardformer.layers.index_range import OutOfVocabularyError, check_indices
+from shardformer.layers.embedding import OutOfVocabularyError, check_indices
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import DEVICE_VARIABLE, distributed
 from zoo_tests.harness.reference import loss_of

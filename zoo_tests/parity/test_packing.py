@@ -2,7 +2,7 @@
 
 What breaks here first: a cache or a mask that lets documents of a row see each other, a label that crosses a border,
 and a mean over micro-batches or replicas with other numbers of tokens. Look in
-`shardformer/attention/packed_documents.py` and `plugins/hybrid_parallel/data/packed_rows.py`.
+`shardformer/attention/packed_documents.py` and `plugins/hybrid_parallel/data/microbatch.py`.
 """
 
 from __future__ import annotations

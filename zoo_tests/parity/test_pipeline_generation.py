@@ -1,7 +1,7 @@
 """Generation through the stages of a pipeline finds the tokens of the unsharded model.
 
 What breaks here first: a stage that reads the number of tokens so far from a layer of another stage. Look in
-`plugins/hybrid_parallel/boosted/stage_cache.py`.
+`plugins/hybrid_parallel/boosted/stage_generation.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A loop of plain torch over a sharded model trains to the numbers of the whole model, or is refused in a sentence.
 
 What breaks here first: a parameter with a partial gradient that nobody sums. Look in
-`shardformer/layers/partial_gradients.py`.
+`shardformer/layers/parallel_module.py`.
 """
 
 from __future__ import annotations

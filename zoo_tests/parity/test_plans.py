@@ -21,7 +21,7 @@ from transformers import BioGptConfig, BioGptForCausalLM
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
-from plugins.hybrid_parallel.verify.share_cut import share_cut
+from plugins.hybrid_parallel.verify.propose import share_cut
 from plugins.hybrid_parallel.verify.train import train_reference
 from shardformer.policies.plans import tables
 from shardformer.policies.plans.declared import declared_plans

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from plugins.hybrid_parallel.offload.gpu_stores import PinnedCopy
+from plugins.hybrid_parallel.offload.activations import PinnedCopy
 from shardformer import record_module_init
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case

@@ -15,9 +15,8 @@ from torchmetrics import Metric
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
-from booster.integrations.lightning.inner_model import bind_own_methods, connect
+from booster.integrations.lightning.inner_model import ReplicaShares, bind_own_methods, connect
 from booster.integrations.lightning.optimizers import NamedOptimizer
-from booster.integrations.lightning.shares import ReplicaShares
 
 
 def model_attribute(module: LightningModule) -> str:

@@ -19,9 +19,14 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS
 from plugins.hybrid_parallel.data.media import check_parts
-from plugins.hybrid_parallel.data.microbatch import split_batch, stand_in
-from plugins.hybrid_parallel.data.microbatch_count import MANY, agreed_microbatches
-from plugins.hybrid_parallel.data.packed_rows import PackedRow, packed_row
+from plugins.hybrid_parallel.data.microbatch import (
+    MANY,
+    PackedRow,
+    agreed_microbatches,
+    packed_row,
+    split_batch,
+    stand_in,
+)
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,29 +11,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from booster import failure
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.boosted.copies import copy_module
-from plugins.hybrid_parallel.boosted.facade import method_as_declared
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
-from plugins.hybrid_parallel.boosted.output_parts import AUX_LOSS
+from plugins.hybrid_parallel.boosted.model_api import WholeModel, WholeModelView, method_as_declared
+from plugins.hybrid_parallel.boosted.outputs import (
+    AUX_LOSS,
+    forward_with_aux_loss,
+    with_whole_logits,
+    with_whole_sequences,
+)
 from plugins.hybrid_parallel.boosted.pretrained import write_whole
-from plugins.hybrid_parallel.boosted.router_parts import forward_with_aux_loss
 from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
-from plugins.hybrid_parallel.boosted.whole_model import WholeModel
-from plugins.hybrid_parallel.boosted.whole_model_view import WholeModelView
-from plugins.hybrid_parallel.boosted.whole_outputs import with_whole_logits, with_whole_sequences
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
-from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch, check_batch_of_replica
+from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch, check_batch_of_replica, naming_entry
 from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, cast_inputs, has_floats
-from plugins.hybrid_parallel.data.index_check import naming_entry
 from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts
 from plugins.hybrid_parallel.data.microbatch import stand_in, to_device, without_rows
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
-from plugins.hybrid_parallel.distributed.checked_collectives import naming_ranks
+from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
@@ -45,11 +46,11 @@ from plugins.hybrid_parallel.offload.stores import Store
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.reproducible.units import Units
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
-from plugins.hybrid_parallel.zero.frozen import check_tied
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
+from plugins.hybrid_parallel.zero.step import check_tied
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.distributed.random import SharedStream
@@ -57,6 +58,35 @@ from shardformer.generation import generate_by
 from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
+from shardformer.shard_spec import annotate, grad_group_of, parameter_like
+
+
+def copy_module(module: nn.Module, mesh: HybridMesh, memo: dict[int, Any]) -> nn.Module:
+    """Make a deep copy of a sharded model: its own parameters and buffers, sharded the same way, on the same ranks.
+
+    Args:
+        memo: memo of `copy.deepcopy`; afterwards it includes the new parameters.
+    """
+    for shared in _shared(module, mesh):
+        memo[id(shared)] = shared
+    for parameter in module.parameters():
+        made = memo[id(parameter)] = parameter_like(parameter, parameter.detach().clone())
+        if (spec := getattr(parameter, "shard_spec", None)) is not None:
+            annotate(made, spec, grad_group_of(parameter))
+    return copy.deepcopy(module, memo)
+
+
+def _shared(module: nn.Module, mesh: HybridMesh) -> Iterator[Any]:
+    """Yield the objects that copies share: process groups cannot be copied, and pipeline passes run one at a time."""
+    yield from (*mesh.axis_groups.values(), mesh.replica_group)
+    for each in module.modules():
+        for value in vars(each).values():
+            if isinstance(value, ProcessGroup):
+                yield value
+            elif isinstance(group := getattr(value, "group", None), ProcessGroup):
+                yield group
+        if (views := vars(each).get("stage_views")) is not None:
+            yield views.stage_input
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from booster import failure
 from booster.data.rows import rows_of_call
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.batch_split import BatchSplit, BatchSplitter
-from plugins.hybrid_parallel.boosted.lazy_outputs import StageOutputs
-from plugins.hybrid_parallel.boosted.output_parts import (
+from plugins.hybrid_parallel.boosted.outputs import (
     AUX_LOSS,
     CACHE_WITHHELD,
     LOSS,
     ROUTERS_WITHHELD,
     SCORES_WITHHELD,
     OutputGradients,
+    StageOutputs,
     build,
     describe_outputs,
     joined,
@@ -44,7 +44,7 @@ from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.outputs import detached
 from plugins.hybrid_parallel.pipeline.runtime import PassState
-from plugins.hybrid_parallel.zero.passes import BackwardPasses
+from plugins.hybrid_parallel.zero.backward_checks import BackwardPasses
 from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
 from shardformer.utils.caches import CACHE_NAMES

@@ -18,7 +18,7 @@ from booster.checkpoint import SavedCheckpoint
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.plugin import CheckpointIO
-from plugins.hybrid_parallel.boosted.arguments import check_boosted
+from plugins.hybrid_parallel.checkpoint.model_files.gather import whole_state_dict
 from plugins.hybrid_parallel.checkpoint.model_files.load import load_model_files
 from plugins.hybrid_parallel.checkpoint.model_files.peft import (
     has_adapters,
@@ -28,9 +28,8 @@ from plugins.hybrid_parallel.checkpoint.model_files.peft import (
 )
 from plugins.hybrid_parallel.checkpoint.model_files.save import save_model_files
 from plugins.hybrid_parallel.checkpoint.model_files.stream import WeightStream
-from plugins.hybrid_parallel.checkpoint.model_files.whole_state import whole_state_dict
+from plugins.hybrid_parallel.checkpoint.state.async_save import BackgroundWriter, Staging
 from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave, partial_directory
-from plugins.hybrid_parallel.checkpoint.state.background import BackgroundWriter
 from plugins.hybrid_parallel.checkpoint.state.dcp_storage import read_tensors, write_tensors
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, header_checksum, merge_tensors
@@ -44,10 +43,10 @@ from plugins.hybrid_parallel.checkpoint.state.retention import (
     keep_latest,
     remove_remains,
 )
-from plugins.hybrid_parallel.checkpoint.state.staging import Staging
 from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, restore, take_snapshot
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
+from plugins.hybrid_parallel.guards import check_boosted
 from shardformer.distributed.collectives import world_timeout
 from shardformer.utils.typed_json import from_json
 

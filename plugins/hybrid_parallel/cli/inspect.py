@@ -12,13 +12,18 @@ import torch
 
 from booster.cli.command_parser import CommandParser, prints_json, write_json
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.cli.argument_checks import given, refuse_bad_places, refuse_unused, refuse_without_pipeline
-from plugins.hybrid_parallel.cli.arguments import count
+from plugins.hybrid_parallel.cli.arguments import (
+    count,
+    given,
+    refuse_bad_places,
+    refuse_unused,
+    refuse_without_pipeline,
+)
 from plugins.hybrid_parallel.cli.models import model_builder
+from plugins.hybrid_parallel.config.compute import PRECISIONS
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.config.precision import PRECISIONS
 from plugins.hybrid_parallel.inspect.gantt import draw, to_text, write_trace
-from plugins.hybrid_parallel.inspect.json_report import shards_as_json, timeline_as_json
+from plugins.hybrid_parallel.inspect.shard_report import shards_as_json, timeline_as_json
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import Timeline, simulate
 from plugins.hybrid_parallel.pipeline.timeline import read_timelines
@@ -75,8 +80,7 @@ def _asked_for(options: argparse.Namespace) -> str:
 
 def _show_model(options: argparse.Namespace) -> int:
     """Print which rank holds which parameters under a layout."""
-    from plugins.hybrid_parallel.inspect.html import write_page
-    from plugins.hybrid_parallel.inspect.shard_report import shard_report, to_text
+    from plugins.hybrid_parallel.inspect.shard_report import shard_report, to_text, write_page
 
     refuse_without_pipeline(options.pp or 1, options.schedule, options.chunks)
     chosen = {"tp_size": options.tp, "pp_size": options.pp or 1, "num_model_chunks": options.chunks}

@@ -17,19 +17,18 @@ from torch import nn
 
 from booster.cli.command_parser import CommandParser, prints_json, write_json
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.cli.argument_checks import refuse_bad_places
-from plugins.hybrid_parallel.cli.arguments import count
+from plugins.hybrid_parallel.cli.arguments import count, refuse_bad_places
 from plugins.hybrid_parallel.cli.models import adapter_config, model_builder, model_of
-from plugins.hybrid_parallel.config.offload import CPU
-from plugins.hybrid_parallel.config.precision import PRECISIONS
-from plugins.hybrid_parallel.planner import failure_costs
+from plugins.hybrid_parallel.config.compute import PRECISIONS
+from plugins.hybrid_parallel.config.zero import CPU
+from plugins.hybrid_parallel.planner import goodput
 from plugins.hybrid_parallel.planner.device import PRESETS, Device, Link, preset
-from plugins.hybrid_parallel.planner.failure_costs import FailureAssumptions
-from plugins.hybrid_parallel.planner.packing import Packing
+from plugins.hybrid_parallel.planner.goodput import FailureAssumptions
 from plugins.hybrid_parallel.planner.plan import Job, bytes_of, plan_for
 from plugins.hybrid_parallel.planner.quantised_base import KINDS, QuantisedBase, quantised_by, with_adapter
 from plugins.hybrid_parallel.planner.report import draw, shortage, to_json, to_text
 from plugins.hybrid_parallel.planner.search import Plan
+from plugins.hybrid_parallel.planner.synthetic_batch import Packing
 
 _HERE = "this-machine"
 
@@ -121,9 +120,9 @@ def _goodput(plan: Plan, device: Device, options: argparse.Namespace, speaks: Te
         options.device_mtbf, options.storage * 1e9, options.restart_seconds, options.repair_hours
     )
     chosen = plan.ranked[options.choose - 1]
-    results = failure_costs.goodputs(chosen, device, assumed)
-    failures = failure_costs.failures_of(chosen.layout, device, assumed)
-    speaks.write(f"\n{chosen.layout}: {failure_costs.to_text(results, failures)}\n")
+    results = goodput.goodputs(chosen, device, assumed)
+    failures = goodput.failures_of(chosen.layout, device, assumed)
+    speaks.write(f"\n{chosen.layout}: {goodput.to_text(results, failures)}\n")
     return {name: asdict(each) for name, each in results.items()}
 
 

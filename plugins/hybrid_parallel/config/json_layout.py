@@ -17,7 +17,7 @@ from plugins.hybrid_parallel.config.option_group import COUNT, OptionGroup, one_
 from plugins.hybrid_parallel.config.options import OPTIONS
 from plugins.hybrid_parallel.config.other_names import what_to_write
 from plugins.hybrid_parallel.config.parallel import DEVICE_MAPPING
-from shardformer.utils.json import read_json_object
+from shardformer.utils.typed_json import read_json_object
 
 # Options that the description sets, so they must not be given in addition to it.
 _DECIDED = {"tp_size": "sharding_size", "pp_size": "stage_cnt", "num_microbatches": "accum_degree"}

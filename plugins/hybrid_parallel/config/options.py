@@ -7,17 +7,13 @@ from typing import Any
 
 from booster.errors import ConfigurationError, check_names
 from booster.logging import get_logger
-from plugins.hybrid_parallel.config.debugging import DebugOptions
-from plugins.hybrid_parallel.config.kernels import KernelOptions
-from plugins.hybrid_parallel.config.offload import OffloadOptions
+from plugins.hybrid_parallel.config.compute import KernelOptions, PrecisionOptions
+from plugins.hybrid_parallel.config.debugging import DebugOptions, conflicts_with_reproducible, sharing_layers
 from plugins.hybrid_parallel.config.option_group import OptionGroup
 from plugins.hybrid_parallel.config.other_names import what_to_write
-from plugins.hybrid_parallel.config.parallel import ParallelOptions
+from plugins.hybrid_parallel.config.parallel import ParallelOptions, PolicyOptions
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
-from plugins.hybrid_parallel.config.policy import PolicyOptions
-from plugins.hybrid_parallel.config.precision import PrecisionOptions
-from plugins.hybrid_parallel.config.reproducible import conflicts_with_reproducible, sharing_layers
-from plugins.hybrid_parallel.config.zero import ZeroOptions
+from plugins.hybrid_parallel.config.zero import OffloadOptions, ZeroOptions
 from plugins.hybrid_parallel.pipeline.schedule import Schedule
 
 _logger = get_logger(__name__)

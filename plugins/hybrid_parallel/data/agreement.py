@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.generators import generators_of
+from plugins.hybrid_parallel.data.random_draws import generators_of
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of

@@ -5,7 +5,8 @@ The ranks of a replica must get the same batch and compute the same loss; differ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -21,6 +22,7 @@ from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.distributed.process_groups import world_group
+from shardformer.layers.embedding import OutOfVocabularyError
 
 _logger = get_logger(__name__)
 
@@ -185,3 +187,34 @@ def _first_difference(found: list[list[Any]]) -> str:
                 how = f"{what[0]} and {what[1]}" if what[0] != what[1] else f"other values of {what[0]}"
                 return f"'{key}' of the batch differs between {place} and {other_place} ({how}); {rule}"
     raise AssertionError("no difference")
+
+
+@contextmanager
+def naming_entry(batch: Mapping[str, Any]) -> Iterator[None]:
+    """Add the batch entry and position to an out-of-vocabulary error raised by a pass over `batch`.
+
+    Raises:
+        OutOfVocabularyError: the original error, with its position in the batch.
+    """
+    try:
+        yield
+    except OutOfVocabularyError as error:
+        entry = _entry_with(error, batch)
+        if error.entry or entry is None:
+            raise
+        raise OutOfVocabularyError(error.value, error.size, error.kind, entry) from None
+
+
+def _entry_with(error: OutOfVocabularyError, batch: Mapping[str, Any]) -> str | None:
+    """Return the entry and position that hold the index.
+
+    Labels are searched first for a label error and last otherwise, because decoder inputs may be made of labels.
+    """
+    names = sorted(batch, key=lambda name: ("label" in name) != (error.kind == "label"))
+    for name in names:
+        value = batch[name]
+        if isinstance(value, Tensor) and value.dim() and not value.is_floating_point():
+            places = (value == error.value).nonzero()
+            if len(places):
+                return f"{name}{places[0].tolist()}"
+    return None

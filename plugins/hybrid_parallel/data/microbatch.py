@@ -1,21 +1,31 @@
-"""Splitting of a batch into micro-batches."""
+"""Splitting of a batch into micro-batches.
+
+Micro-batches of a batch that is one row of packed documents: the row is cut where documents start.
+
+Such a batch cannot be cut along its samples. Its documents do not see each other, so that the parts between them give
+the same outputs, and the sums of the losses of the parts are the sum of the row if no label crosses a cut.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from booster.data.rows import is_shared, num_rows, sample_dim
+from booster.data.rows import ATTENTION_LENGTH, attention_length_of, cost_of, cuts_of, is_shared, num_rows, sample_dim
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.media import parts_of_media, without_media
-from shardformer.distributed.blocked_collectives import joined_blocks
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from shardformer.attention.packed_documents import asks_for_cache, document_starts, may_be_packed
+from shardformer.distributed.blocks import joined_blocks
+from shardformer.loss.terms import IGNORE_INDEX, SHIFTED, HeadLoss
 
 # Entries that may have several rows for each sample, those of one sample in a row: the codebooks of Dia's labels, the
 # documents of RAG's contexts.
@@ -286,3 +296,82 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         return _like(value, [move(each) for each in inner.values()])
 
     return {key: move(value) for key, value in batch.items()}
+
+
+MANY = 2**62  # more samples than any batch has
+
+
+def agreed_microbatches(rows: int, count: Callable[[int, int], int], mesh: HybridMesh) -> int:
+    """Agree on one number of micro-batches, since ranks wait for one another at the experts of every layer.
+
+    Every share of the batch that is not empty has at least that many samples.
+
+    Args:
+        rows: samples of this rank's share of the batch.
+        count: (samples, stages) -> number of micro-batches that one rank alone would use.
+        mesh: mesh of ranks.
+    """
+    # On the CPU: reading the result must not wait for the device.
+    extremes = torch.tensor([rows or MANY, -rows])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=mesh.group(DP_CP))
+    fewest, most = int(extremes[0]), -int(extremes[1])
+    return min(count(most, mesh.size("pp")), fewest) if most else 0
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """A row of packed documents.
+
+    Attributes:
+        borders: where documents start, and the number of tokens of the row.
+    """
+
+    borders: tuple[int, ...]
+
+    @property
+    def num_documents(self) -> int:
+        """The number of documents."""
+        return len(self.borders) - 1
+
+    def cuts(self, parts: int, hidden_size: int | None) -> list[int]:
+        """Return [parts + 1] token indices that cut the row between documents into parts of nearly equal cost.
+
+        Args:
+            parts: number of parts, at most as many as there are documents.
+            hidden_size: of the model, for the cost of attention; None if it is unknown.
+        """
+        per_token = ATTENTION_LENGTH if hidden_size is None else attention_length_of(hidden_size)
+        lengths = [end - start for start, end in itertools.pairwise(self.borders)]
+        return [self.borders[index] for index in cuts_of([cost_of(each, per_token) for each in lengths], parts)]
+
+
+def packed_row(batch: Mapping[str, Any], head_loss: HeadLoss, has_labels: bool = True) -> PackedRow | None:
+    """Return the documents of a batch that may be cut between them; None if it has to stay whole.
+
+    Args:
+        batch: tensors on the host, if the host is not to wait for the device.
+        head_loss: the loss of the model's head.
+        has_labels: whether it computes the loss of the batch.
+    """
+    if not may_be_packed(batch) or asks_for_cache(batch) or not head_loss.per_token:
+        return None
+    positions = batch["position_ids"]
+    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
+    if positions.dim() != 2 or not all(has_tokens(value, positions.shape[1]) for value in tensors):
+        return None
+    starts = document_starts(positions)[0].nonzero()[:, 0]
+    labels = head_loss.token_labels(batch) if has_labels else []
+    if any(_crosses(each, batch, starts[1:] - 1) for each in labels):
+        return None
+    return PackedRow((*starts.tolist(), positions.shape[1]))
+
+
+def _crosses(labels: Tensor, batch: Mapping[str, Any], lasts: Tensor) -> bool:
+    """Return whether a label [1, seq] of a document's last token is the next document's first token.
+
+    Labels that the batch gives for the tokens themselves stay with their tokens.
+    """
+    given = [batch[name] for name in ("labels", SHIFTED) if isinstance(batch.get(name), Tensor)]
+    if any(labels is each for each in given):
+        return False
+    return bool((labels[0, lasts] != IGNORE_INDEX).any())

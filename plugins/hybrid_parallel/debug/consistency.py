@@ -5,21 +5,25 @@ Only checksums are exchanged. If two differ, the ranks that share the tensor exc
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from booster.errors import SynchronyError
+from booster.errors import ConfigurationError, SynchronyError
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
-from plugins.hybrid_parallel.distributed.checksum import checksum
+from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicate_axis
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from shardformer import TPInfo
 from shardformer.distributed.process_groups import world_group
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
@@ -221,3 +225,39 @@ def _size_of_difference(scopes: Sequence[_Scope], name: str, words: str, ranks: 
     dist.broadcast(other, ranks[0], group=scope.group or world_group())
     largest = float((other.double() - shared.value.detach().double()).abs().max()) if other.numel() else 0.0
     return f"largest difference {largest:.3g}" if dist.get_rank() == ranks[1] else None
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Compare the options of all ranks.
+
+    Args:
+        options: the keywords of `HybridParallelPlugin` on this rank, all of them.
+
+    Raises:
+        ConfigurationError: if they differ; raised on all ranks, with the first difference.
+    """
+    if dist.get_world_size() == 1:
+        return
+    options = {name: _plain(value) for name, value in options.items()}
+    number = checksum_of(options)
+    extremes = torch.tensor([number, -number])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=world_group())
+    if extremes[0] == -extremes[1]:
+        return
+    everyone = all_gather_json(options)
+    for rank, other in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if other[name] != value:
+                raise ConfigurationError(
+                    f"{name} differs between ranks 0 and {rank} ({value} and {other[name]}); "
+                    f"use {name}={value} on all ranks"
+                )
+
+
+def _plain(value: object) -> str:
+    """Return the comparable part of an option's value as text: for a policy, its class."""
+    if isinstance(value, Mapping):
+        return json.dumps(value, sort_keys=True, default=repr)
+    if value is None or isinstance(value, str | int | float | list | tuple | Path | TPInfo):
+        return repr(value)
+    return (value if isinstance(value, type) else type(value)).__qualname__

@@ -14,8 +14,17 @@ from torch import Tensor
 
 from booster.errors import NonFiniteError
 from booster.logging import get_logger
-from plugins.hybrid_parallel.debug.finding import GRADIENT, INPUT, KINDS, LOSS, WEIGHT, Finding, describe, is_bad
-from plugins.hybrid_parallel.debug.trace import StepTrace
+from plugins.hybrid_parallel.debug.trace import (
+    GRADIENT,
+    INPUT,
+    KINDS,
+    LOSS,
+    WEIGHT,
+    Finding,
+    StepTrace,
+    describe,
+    is_bad,
+)
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.bucket import Bucket

@@ -1,15 +1,24 @@
-"""Agreement between ranks: values are exchanged as JSON, never as pickle, and errors are raised on all ranks."""
+"""Agreement between ranks: values are exchanged as JSON, never as pickle, and errors are raised on all ranks.
+
+Collectives that are compared before they run: torch's own ProcessGroupWrapper, with global ranks in its errors.
+
+In a group that is created under `checked_collectives`, the operation, shape and dtype of every collective are compared
+over its ranks first. Point-to-point messages are not compared: pipelines send the shapes of their messages.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from booster.errors import ConfigurationError
+from booster.errors import ConfigurationError, SynchronyError
 from booster.logging import get_logger
 from shardformer.distributed.process_groups import world_group
 from shardformer.lazy.weight_files import WeightFileError
@@ -87,3 +96,59 @@ def _sentence(error: Exception) -> str:
         # A mistake of this library, not of the user.
         _logger.error("%s on rank %d", type(error).__name__, dist.get_rank(), exc_info=error)
     return f"{type(error).__name__} on rank {dist.get_rank()}: {error}"
+
+
+_MISMATCH = "Detected mismatch between collectives"
+_RANK = re.compile(r"Rank (\d+) is running collective")
+_CALL = re.compile(
+    r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+, OpType=(?P<operation>\w+)"
+    r"(?:, TensorShape=(?P<shape>\[[^\]]*\]), TensorDtypes=(?P<dtype>\w+))?"
+)
+
+
+@contextmanager
+def checked_collectives(enabled: bool) -> Iterator[None]:
+    """Create groups that compare their collectives, if `enabled`."""
+    before = dist.get_debug_level()
+    if enabled:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
+@contextmanager
+def naming_ranks() -> Iterator[None]:
+    """Report mismatched collectives in this context by their global ranks; torch counts ranks within the group.
+
+    Raises:
+        SynchronyError: if ranks of a group called different collectives; raised on all of its ranks.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _MISMATCH not in str(error):
+            raise
+        raise SynchronyError(_in_words(str(error), _ranks_of(error.__traceback__))) from error
+
+
+def _in_words(message: str, ranks: list[int]) -> str:
+    """Describe a mismatch; a rank parses another's call with its own number of dims, and may fail to do so."""
+    involved = [ranks[int(number)] for number in _RANK.findall(message)]
+    calls = {
+        ranks[int(call["rank"])]: f"{call['operation']} of {call['dtype'] or ''} {call['shape'] or 'nothing'}"
+        for call in _CALL.finditer(message)
+    }
+    said = [f"rank {rank} calls {calls.get(rank, 'something else, see its message')}" for rank in sorted(involved)]
+    return f"ranks {ranks} are out of step: {', '.join(said)}"
+
+
+def _ranks_of(traceback: TracebackType | None) -> list[int]:
+    """Return the global ranks of the group of the failing call: the innermost local variable named `group`."""
+    group = None
+    while traceback is not None:
+        found = traceback.tb_frame.f_locals.get("group")
+        group = found if isinstance(found, dist.ProcessGroup) else group
+        traceback = traceback.tb_next
+    return dist.get_process_group_ranks(group or dist.group.WORLD)

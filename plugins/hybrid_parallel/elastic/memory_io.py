@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,27 +11,107 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed import ProcessGroup
+from torch.utils.data import BatchSampler
 
 from booster import failure
-from booster.elastic.place import ElasticPlace
+from booster.elastic.job_environment import ElasticPlace
 from booster.errors import ConfigurationError
 from booster.launch import elastic_place, job_store, machine_of_this_rank
-from plugins.hybrid_parallel.boosted.arguments import check_boosted
 from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
-from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor, TensorChunk
+from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, chunk_key, merge_tensors
 from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earlier_stages
+from plugins.hybrid_parallel.checkpoint.state.optimizer_state import merge_numbers
 from plugins.hybrid_parallel.checkpoint.state.retention import MANIFEST
-from plugins.hybrid_parallel.checkpoint.state.training_state import take_snapshot
+from plugins.hybrid_parallel.checkpoint.state.training_state import restore, take_snapshot
+from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
+from plugins.hybrid_parallel.data.sharded_sampler import DataParallelBatchSampler
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from plugins.hybrid_parallel.elastic.ahead import PlansAhead
-from plugins.hybrid_parallel.elastic.boundary import StepBoundary
-from plugins.hybrid_parallel.elastic.loaders import keep_global_batch
-from plugins.hybrid_parallel.elastic.neighbours import Neighbours
-from plugins.hybrid_parallel.elastic.pieces import Piece, pieces_in, remove_before, write_piece
-from plugins.hybrid_parallel.elastic.restore import restore_snapshot
-from plugins.hybrid_parallel.elastic.search import FoundSnapshot, newest_snapshot
+from plugins.hybrid_parallel.elastic.layouts import PlansAhead, StepBoundary
+from plugins.hybrid_parallel.elastic.snapshot_files import (
+    FoundSnapshot,
+    Neighbours,
+    Piece,
+    newest_snapshot,
+    pieces_in,
+    remove_before,
+    write_piece,
+)
+from plugins.hybrid_parallel.guards import check_boosted
+from plugins.hybrid_parallel.relayout.exchange import Exchange
+from shardformer.distributed.process_groups import message_group, world_group
 from shardformer.utils.typed_json import from_json
+
+
+def restore_snapshot(found: FoundSnapshot, mesh: HybridMesh, objects: dict[str, Any], group: ProcessGroup) -> None:
+    """Replace the state of boosted objects by that of a snapshot; all ranks must call this together.
+
+    Args:
+        found: the snapshot.
+        mesh: mesh of ranks.
+        objects: objects to restore, by kind.
+        group: CPU group of all ranks.
+
+    Raises:
+        ConfigurationError: the snapshot is of other objects.
+    """
+    state = dict(found.state)
+    if state["optimizer"] is not None:
+        state["optimizer"] = {**state["optimizer"], **merge_numbers([each["numbers"] for each in found.headers])}
+    manifest = Manifest(0, {}, merge_tensors([each["tensors"] for each in found.headers]), state)
+    # A rank of the machine reads what others of it hold, from the same memory.
+    sources = {str(piece.rank): ranks for piece, ranks in zip(found.pieces, found.holders, strict=True)}
+    exchange = Exchange(_held(found), manifest, mesh.device, message_group(world_group()), sources)
+    restore(mesh, objects, exchange.fill, manifest, group)
+
+
+def _held(found: FoundSnapshot) -> dict[str, GlobalTensor]:
+    """Map the pieces on this machine into memory, as rectangles of whole tensors."""
+    chunks: dict[str, list[TensorChunk]] = defaultdict(list)
+    for piece, header in zip(found.pieces, found.headers, strict=True):
+        if piece not in found.here:
+            continue
+        with safe_open(piece.data_in(found.here[piece]), framework="pt") as file:
+            for name, (_, _, rectangles) in header["tensors"].items():
+                for offsets, sizes, *_ in rectangles:
+                    values = file.get_tensor(chunk_key(name, offsets))
+                    chunks[name].append(TensorChunk(tuple(offsets), tuple(sizes), values))
+    shapes = {name: tensor[0] for header in found.headers for name, tensor in header["tensors"].items()}
+    return {name: GlobalTensor(shapes[name], parts[0].values.dtype, parts) for name, parts in chunks.items()}
+
+
+def keep_global_batch(loader: Any, saved: dict[str, Any] | None) -> None:
+    """Have a loader yield the global batches of a saved one, if its own differ.
+
+    A script that gives each replica a constant number of samples has other global batches under another number of
+    replicas.
+
+    Raises:
+        ConfigurationError: the replicas cannot share the global batch, or the loader's batches cannot be changed.
+    """
+    if saved is None or not isinstance(loader, ShardedDataLoader) or loader.batch_size is None:
+        return
+    size, replicas = saved["global_batch_size"], loader.global_batch_size // loader.batch_size
+    if size == loader.global_batch_size:
+        return
+    if size % replicas:
+        raise ConfigurationError(
+            f"dp_size={replicas} does not divide the global batch of {size} samples, with which the job began; use a "
+            "layout whose dp_size divides it"
+        )
+    sampler = loader.batch_sampler
+    if not isinstance(sampler, DataParallelBatchSampler) or type(sampler.batch_sampler) is not BatchSampler:
+        raise ConfigurationError(
+            f"the job began with a global batch of {size} samples, and this loader has {loader.global_batch_size}; "
+            f"make it with batch_size={size} // plugin.dp_size"
+        )
+    loader.batch_size, loader.global_batch_size = size // replicas, size
+    sampler.batch_size = loader.batch_size
+    sampler.batch_sampler = BatchSampler(sampler.sampler, loader.batch_size, sampler.drop_last)
+
 
 _MEMORY = "memory:"  # begins the names of snapshots, where a checkpoint has its path
 

@@ -10,7 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
+from plugins.hybrid_parallel.pipeline.simulate import Timeline
 from plugins.hybrid_parallel.setup.model import DTYPES, shard_model
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.shard_spec import spec_of
@@ -192,3 +196,107 @@ def in_bytes(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} GiB"
+
+
+_COLOURS = ("#dbe9f6", "#fde4cc", "#dcefd9", "#eadcf0", "#f8d7da", "#fff3bf", "#d8f1f0", "#e7e1d4")
+_STYLE = """
+body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color: #222; }
+table { border-collapse: collapse; }
+th, td { border: 1px solid #ccc; padding: .25em .6em; text-align: left; white-space: nowrap; }
+thead th { position: sticky; top: 0; background: #f4f4f4; }
+td.none { color: #bbb; text-align: center; }
+"""
+
+
+def write_page(ranks: list[RankShards], title: str, path: Path) -> None:
+    """Write the page to a self-contained file.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    try:
+        path.write_text(page(ranks, title), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written ({error.strerror}); give another path") from error
+
+
+def page(ranks: list[RankShards], title: str) -> str:
+    """Return the page as HTML text."""
+    head = "".join(f"<th>rank {each.rank}<br>stage {each.stage}, tp {each.tp_rank}</th>" for each in ranks)
+    total = "".join(f"<th>{in_bytes(each.bytes)}</th>" for each in ranks)
+    body = "\n".join(
+        f"<tr><th>{escape(name)}</th><td>{_shape(full)}</td>{''.join(map(_cell, ranks, pieces))}</tr>"
+        for name, full, pieces in rows_of(ranks)
+    )
+    return (
+        f"<!DOCTYPE html>\n<html lang='en'>\n<head><meta charset='utf-8'><title>{escape(title)}</title>"
+        f"<style>{_STYLE}</style></head>\n<body>\n<h1>{escape(title)}</h1>\n<table>\n"
+        f"<thead><tr><th>parameter</th><th>whole</th>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n"
+        f"<tfoot><tr><th>all of a rank</th><td></td>{total}</tr></tfoot>\n</table>\n</body>\n</html>\n"
+    )
+
+
+def _cell(rank: RankShards, piece: ParamShard | None) -> str:
+    if piece is None:
+        return "<td class='none'>·</td>"
+    cut = "whole" if piece.dim is None else f"dim {piece.dim}"
+    colour = _COLOURS[rank.stage % len(_COLOURS)]
+    return f"<td style='background:{colour}'>{_shape(piece.shape)} <small>{cut}, {in_bytes(piece.bytes)}</small></td>"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "one number"
+
+
+def shards_as_json(ranks: list[RankShards]) -> list[dict[str, Any]]:
+    """Return each rank with its coordinates, its size, and its shards with their shapes."""
+    return [
+        {
+            "rank": each.rank,
+            "stage": each.stage,
+            "tp_rank": each.tp_rank,
+            "ep_rank": each.ep_rank,
+            "parameters": sum(piece.numel for piece in each.pieces),
+            "bytes": each.bytes,
+            "shards": [
+                {
+                    "name": piece.name,
+                    "shape": list(piece.shape),
+                    "full_shape": list(piece.full_shape),
+                    "dim": piece.dim,
+                    "dtype": str(piece.dtype).removeprefix("torch."),
+                    "bytes": piece.bytes,
+                    "trains": piece.trains,
+                }
+                for piece in each.pieces
+            ],
+        }
+        for each in ranks
+    ]
+
+
+def timeline_as_json(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline: its length, and each rank's actions with the share of time that it is idle."""
+    ranks = zip(timeline.ranks, timeline.bubbles, timeline.peaks, strict=True)
+    return {
+        "length": timeline.length,
+        "idle": sum(timeline.bubbles) / max(len(timeline.bubbles), 1),
+        "ranks": [
+            {
+                "rank": rank,
+                "idle": idle,
+                "peak_activations": peak,
+                "actions": [
+                    {
+                        "action": timed.action.kind.title,
+                        "stage": timed.action.stage,
+                        "microbatch": timed.action.microbatch,
+                        "begin": timed.begin,
+                        "end": timed.end,
+                    }
+                    for timed in actions
+                ],
+            }
+            for rank, (actions, idle, peak) in enumerate(ranks)
+        ],
+    }

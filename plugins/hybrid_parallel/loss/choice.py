@@ -29,9 +29,8 @@ from plugins.hybrid_parallel.loss.step_loss import (
     StepLoss,
 )
 from shardformer.attention import log_once
-from shardformer.context_parallel.token_mask import token_mask
-from shardformer.context_parallel.zigzag import ZigzagSharding
-from shardformer.loss.replaced import own_loss_reason
+from shardformer.context_parallel.zigzag import ZigzagSharding, token_mask
+from shardformer.loss.of_forward import own_loss_reason
 from shardformer.loss.routers import RouterScores, routers_are_asked
 from shardformer.peft import behind_prompts, model_inside
 from shardformer.policies.head_losses import head_loss_of

@@ -12,8 +12,7 @@ from torch import Tensor
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.choice import LossChoice
-from shardformer.expert_parallel.load import ExpertLoad
-from shardformer.expert_parallel.router_bias import router_biases, update_bias
+from shardformer.expert_parallel.router_bias import ExpertLoad, router_biases, update_bias
 from shardformer.utils.module_paths import in_order
 
 

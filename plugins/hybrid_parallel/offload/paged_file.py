@@ -6,6 +6,7 @@ when pages come and go: they decide about time and resident memory, never about 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import errno
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.comm.shared_memory import SharedSegment
+from plugins.hybrid_parallel.zero.comm.local_peers import SharedSegment
 
 # Bytes that may wait to be written. A memory cgroup counts pages as used until they are on the disk: without a limit, a
 # rank that computes faster than its disk writes would be killed although it needs little memory.
@@ -168,3 +169,45 @@ def _sync_file_range() -> Any:
     with contextlib.suppress(OSError, AttributeError, TypeError):
         return ctypes.CDLL(None).sync_file_range
     return None
+
+
+class FileSpace:
+    """Ranges of a file: the smallest free range that is large enough is taken first, and neighbours are joined.
+
+    Attributes:
+        size: bytes of the file so far.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._free: list[tuple[int, int]] = []  # (offset, length), by offset
+        self._given_back: deque[tuple[int, int]] = deque()
+
+    def take(self, length: int) -> int:
+        """Return the offset of a range of `length` bytes."""
+        while self._given_back:
+            self._join(*self._given_back.popleft())
+        fitting = [(free, index) for index, (_, free) in enumerate(self._free) if free >= length]
+        if not fitting:
+            offset, self.size = self.size, self.size + length
+            return offset
+        free, index = min(fitting)
+        offset, _ = self._free.pop(index)
+        if free > length:
+            self._free.insert(index, (offset + length, free - length))
+        return offset
+
+    def give_back(self, offset: int, length: int) -> None:
+        """Take a range back; any thread may call this, also while `take` runs, as the garbage collector does."""
+        self._given_back.append((offset, length))
+
+    def _join(self, offset: int, length: int) -> None:
+        """Add a range to the free ones, and join it with those that it touches."""
+        index = bisect.bisect(self._free, (offset, length))
+        if index < len(self._free) and self._free[index][0] == offset + length:
+            length += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == offset:
+            offset, before = self._free.pop(index - 1)
+            length += before
+            index -= 1
+        self._free.insert(index, (offset, length))

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.offload.file_space import FileSpace
-from plugins.hybrid_parallel.offload.paged_file import is_full, no_space, open_unnamed
+from plugins.hybrid_parallel.offload.paged_file import FileSpace, PagedFile, is_full, no_space, open_unnamed
+from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
+from plugins.hybrid_parallel.zero.comm.local_peers import SharedSegment
 
 
 class Copy(Protocol):
@@ -152,3 +153,50 @@ def _empty(size: int) -> Tensor:
 
 def _write_from(source: Callable[[], Tensor], store: FileStore, place: int) -> None:
     store.write(source(), place)
+
+
+class FileMemory(StateMemory):
+    """Memory in the file of a rank.
+
+    Args:
+        file: the file.
+    """
+
+    is_offloaded = True
+
+    def __init__(self, file: PagedFile) -> None:
+        self.file = file
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros of shape [count] in the file, on the CPU."""
+        return self.file.empty(count, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """Give the space of a tensor back."""
+        self.file.release(tensor)
+
+    def read_ahead(self, tensor: Tensor) -> None:
+        """Start to read a tensor."""
+        self.file.read_ahead(tensor)
+
+    def page_out(self, tensor: Tensor) -> None:
+        """Give up the pages of a tensor."""
+        self.file.page_out(tensor)
+
+
+class HostMemory(StateMemory):
+    """Page-locked memory of the host, of a rank on a GPU."""
+
+    is_offloaded = True
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return uninitialized memory of shape [count] on the CPU."""
+        return torch.empty(count, dtype=dtype, pin_memory=True)
+
+
+class HostSegment(SharedSegment):
+    """Page-locked memory for shards of parameters, of a rank on a GPU; other ranks do not read it."""
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Allocate [count] values."""
+        return torch.empty(count, dtype=dtype, pin_memory=True)

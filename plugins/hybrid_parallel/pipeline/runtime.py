@@ -13,17 +13,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from booster.errors import ConfigurationError
-from booster.profiling.merge import PIPELINE_MARK
+from booster.profiling.report import PIPELINE_MARK
 from plugins.hybrid_parallel.data.microbatch import signature
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from plugins.hybrid_parallel.pipeline.links import connect
 from plugins.hybrid_parallel.pipeline.message_order import Turn, order_messages, split_at_backward
-from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, Specs, TensorSpec, specs_of
+from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, Specs, TensorSpec, connect, specs_of
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from shardformer.layers.replicated_linear import defer_weight_grads
-from shardformer.matmul.autocast import autocast_dtype
-from shardformer.matmul.weight_grad import DeferredWeightGrads, WeightGradStore, run_deferred
+from shardformer.matmul.weight_grad import DeferredWeightGrads, WeightGradStore, autocast_dtype, run_deferred
 from shardformer.stages.placeholders import StageMessage
 from shardformer.stages.stage import run_stage
 

@@ -12,22 +12,20 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config.offload import CPU
+from plugins.hybrid_parallel.config.zero import CPU
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import control_group
 from plugins.hybrid_parallel.planner.calibrate import Calibration, calibrate
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.kernel_timing import Case
-from plugins.hybrid_parallel.planner.packing import Packing
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
-from plugins.hybrid_parallel.planner.pruned_model import name_in_skeleton
+from plugins.hybrid_parallel.planner.proxy_model import name_in_skeleton
 from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
-from plugins.hybrid_parallel.planner.search import Plan, search
-from plugins.hybrid_parallel.planner.space import Space
+from plugins.hybrid_parallel.planner.search import Plan, Space, search
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
-from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
+from plugins.hybrid_parallel.planner.synthetic_batch import Packing, batch_of
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.lazy import record_module_init
 

@@ -26,18 +26,17 @@ from plugins.hybrid_parallel.planner.op_recorder import (
     Recorder,
     TooManyOperators,
 )
-from plugins.hybrid_parallel.planner.packing import Packing
 from plugins.hybrid_parallel.planner.proxy_model import (
+    LayerList,
     build_proxy_model,
     give_memory,
     quiet,
     training_loss,
     watch_layers,
 )
-from plugins.hybrid_parallel.planner.pruned_model import LayerList
 from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
-from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
-from plugins.hybrid_parallel.zero.gather_units import is_sharded
+from plugins.hybrid_parallel.planner.synthetic_batch import Packing, batch_of
+from plugins.hybrid_parallel.zero.gathers import is_sharded
 from shardformer.cross_entropy.chunking import planned_for
 from shardformer.peft import model_inside
 from shardformer.shard_spec import grad_group_of, spec_of

@@ -2,15 +2,200 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from plugins.hybrid_parallel.planner.costs import Memory, StageCost
-from plugins.hybrid_parallel.planner.grad_buffers import grad_buffer_bytes
 from plugins.hybrid_parallel.planner.layout import Layout
-from plugins.hybrid_parallel.planner.memory_model import StaticMemory
-from plugins.hybrid_parallel.planner.planned_buckets import RankParameters
+from plugins.hybrid_parallel.planner.planned_buckets import PlannedBucket, RankParameters, plan_buckets
+from plugins.hybrid_parallel.planner.profile import Profile
+from plugins.hybrid_parallel.planner.stage_map import StageParts
+from plugins.hybrid_parallel.zero.reducer import IN_FLIGHT, KEPT_BUFFERS
+
+
+@dataclass
+class _Pool:
+    """Bytes of the buffers of a `GradBufferPool`, whose pages are in memory once a bucket has written them.
+
+    Any bucket may get any buffer that is large enough, so that sooner or later the largest of them has been in it.
+
+    Attributes:
+        sizes: bytes of the gradients of each bucket.
+        unit: minimum bytes of a buffer.
+        free: bytes of the free buffers.
+        taken: bucket -> bytes of its buffer.
+        peak: the most bytes in memory at once.
+    """
+
+    sizes: Sequence[int]
+    unit: int
+    free: list[int] = field(default_factory=list)
+    taken: dict[int, int] = field(default_factory=dict)
+    peak: int = 0
+
+    def take(self, number: int) -> None:
+        """Take the smallest buffer that is large enough for a bucket, or a new one."""
+        fits = [each for each in self.free if each >= self.sizes[number]]
+        if fits:
+            self.free.remove(min(fits))
+        self.taken[number] = min(fits, default=max(self.sizes[number], self.unit))
+        self.peak = max(self.peak, sum(map(self.written, (*self.free, *self.taken.values()))))
+
+    def give(self, number: int) -> None:
+        """Give the buffer of a bucket back."""
+        self.free.append(self.taken.pop(number))
+
+    def written(self, buffer: int) -> int:
+        """Return the bytes of a buffer that are in memory."""
+        return max((size for size in self.sizes if size <= buffer), default=0)
+
+
+def grad_buffer_bytes(held: RankParameters, layout: Layout, device_type: str) -> int:
+    """Return the bytes beyond the rank's shard of gradients that a step needs for gradients.
+
+    On a CPU a rank reduces buckets while the backward pass computes the next ones, and reuses their memory, unless it
+    must not wait for other ranks there. On a GPU all gradients of a pass stay until it ends.
+
+    Args:
+        held: the rank's parameters.
+        layout: the layout.
+        device_type: "cpu" or "cuda".
+    """
+    if held.num_shards == 1:
+        return 0
+    zero_stage, num_passes = layout.zero_stage, layout.num_microbatches
+    whole = in_flight = sum(bucket.grad_bytes for bucket in held.buckets)
+    if device_type == "cpu" and held.buckets:
+        waits = layout.pp_size == layout.cp_size == 1
+        pool = _Pool([bucket.grad_bytes for bucket in held.buckets], layout.config.zero.bucket_bytes(device_type))
+        in_flight = _in_flight(held.buckets, pool, waits and (zero_stage >= 2 or num_passes == 1))
+        # Ranks that do not own the copies of a parameter have a bucket of their own for them.
+        in_flight += pool.written(pool.unit) if layout.tp_size > 1 else 0
+    # From the second pass on, its reduced shards are there in addition to the sum of those before.
+    return in_flight + (whole // held.num_shards if zero_stage >= 2 and num_passes > 1 else 0)
+
+
+def _in_flight(buckets: Sequence[PlannedBucket], pool: _Pool, reduces_early: bool) -> int:
+    """Run the reducer's order of launches and releases over two passes; see `GradientReducer._launch_next`."""
+    for _ in range(2):
+        missing = [len(bucket.members) for bucket in buckets]
+        launched = 0
+        for number, is_last in _arrivals(buckets):
+            if number not in pool.taken:
+                pool.take(number)
+            missing[number] -= is_last
+            while reduces_early and launched < len(buckets) and missing[launched] == 0:
+                launched = _launch(pool, launched)
+        while launched < len(buckets):
+            if launched not in pool.taken:  # no gradient has reached it
+                pool.take(launched)
+            launched = _launch(pool, launched) if reduces_early else launched + 1
+        for number in sorted(pool.taken):
+            pool.give(number)
+        pool.free = sorted(pool.free, reverse=True)[: KEPT_BUFFERS if reduces_early else None]
+    return pool.peak
+
+
+def _launch(pool: _Pool, number: int) -> int:
+    earlier = number - IN_FLIGHT
+    if earlier > 0 and earlier - 1 in pool.taken:
+        pool.give(earlier - 1)
+    return number + 1
+
+
+def _arrivals(buckets: Sequence[PlannedBucket]) -> Iterator[tuple[int, bool]]:
+    """Yield (bucket, whether it is the parameter's last) of each gradient; the last parameters come first.
+
+    A parameter that several modules hold has its first gradient at once, from the head, and its last at its own place.
+    """
+    places = [(held.place, number) for number, bucket in enumerate(buckets) for held in bucket.members]
+    for number, bucket in enumerate(buckets):
+        if any(held.is_repeated for held in bucket.members):
+            yield number, False
+    for _, number in sorted(places, reverse=True):
+        yield number, True
+
+
+# AdamW has two moments per element, and a step counter per parameter.
+_STATES, _STEP_BYTES = 2, 4
+
+
+@dataclass(frozen=True)
+class StaticMemory:
+    """Bytes that one rank holds between two training steps.
+
+    Attributes:
+        parameters: parameters in the training dtype: flat buffers of the trained ones, plus the frozen ones; under ZeRO
+            stage 3 the shards of those that are gathered.
+        masters: fp32 master weights of 16-bit parameters.
+        gradients: accumulated and reduced gradients.
+        states: optimizer states.
+        buffers: buffers of the model.
+    """
+
+    parameters: int
+    masters: int
+    gradients: int
+    states: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts, in bytes."""
+        return self.parameters + self.masters + self.gradients + self.states + self.buffers
+
+
+def count_static(
+    stages: Mapping[int, StageParts],
+    profile: Profile,
+    config: HybridParallelConfig,
+    num_replicas: int,
+    replica: int = 0,
+    device_type: str = "cpu",
+) -> StaticMemory:
+    """Count the persistent bytes of a rank that holds `stages` and trains with AdamW.
+
+    Args:
+        stages: index of each stage of the rank -> its parts.
+        profile: the profile for the layout's tensor-parallel size.
+        config: the layout.
+        num_replicas: data-parallel times context-parallel ranks.
+        replica: position among them of the rank that is counted.
+        device_type: "cpu" or "cuda", on which the default size of buckets depends.
+
+    Raises:
+        ConfigurationError: `zero_size` does not divide the replicas.
+    """
+    num_shards = config.zero.num_shards(num_replicas)
+    return static_of(plan_buckets(stages, profile, config, num_shards, device_type), profile, config, replica)
+
+
+def static_of(held: RankParameters, profile: Profile, config: HybridParallelConfig, replica: int = 0) -> StaticMemory:
+    """Count the persistent bytes of a rank, given its buckets; see `count_static`."""
+    num_shards = held.num_shards
+    index = replica % num_shards  # neighbours share the states
+    parameters = held.frozen_whole + sum(size // num_shards for size in held.frozen_units.values())
+    masters = gradients = states = 0
+    for bucket in held.buckets:
+        shard, itemsize = bucket.size // num_shards, bucket.itemsize
+        grad_itemsize = max(itemsize, 4)
+        has_masters = config.mixed_precision.master_weights and grad_itemsize != itemsize
+        ranges = [
+            min(start + each.param.size, (index + 1) * shard) - max(start, index * shard)
+            for start, each in zip(bucket.starts, bucket.members, strict=True)
+        ]
+        pieces = [size for size in ranges if size > 0]
+        updated_itemsize = grad_itemsize if has_masters else itemsize
+        parameters += (bucket.size if bucket.unit is None else shard) * itemsize
+        masters += shard * grad_itemsize if has_masters else 0
+        gradients += shard * grad_itemsize
+        gradients += 0 if updated_itemsize == grad_itemsize else shard * updated_itemsize
+        states += sum(pieces) * _STATES * updated_itemsize + len(pieces) * _STEP_BYTES
+    return StaticMemory(parameters, masters, gradients, states, profile.buffer_bytes)
+
 
 # Units of parameters at once: the one whose gradients are computed, the next one, and where gathers proceed while the
 # rank computes, the one after that.
@@ -146,3 +331,44 @@ def activations(
     newest = 2 * max(costs[stage].largest_layer for stage in own)
     here = min(saved, total("outside") + newest)
     return here, saved - here
+
+
+@cache
+def peak_activations(style: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[set[tuple[int, ...]]]:
+    """Return, for each rank, the peak numbers of live activations of its chunks.
+
+    Each element is a set of tuples; none of them is exceeded by another one in every position. A tuple has the number
+    of micro-batches of each chunk that wait for their backward pass, and then the number of those of which a split
+    backward pass has left the weight gradients.
+    """
+    schedule = SCHEDULES[style] if num_ranks > 1 else SCHEDULES["1f1b"]
+    # More micro-batches only repeat the steady state, except for GPipe, which keeps the activations of all of them.
+    few = num_microbatches if style == "gpipe" else min(num_microbatches, 3 * num_ranks)
+    found = []
+    for rank in range(num_ranks):
+        own = schedule.stages_of(rank, num_ranks, num_chunks)
+        found.append(_largest(_alive(schedule.actions(rank, num_ranks, few, num_chunks), own)))
+    return found
+
+
+def _alive(actions: Sequence[Action], own: Sequence[int]) -> set[tuple[int, ...]]:
+    counts, deferred, seen = dict.fromkeys(own, 0), dict.fromkeys(own, 0), set()
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            counts[action.stage] += 1
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            deferred[action.stage] -= 1
+        else:
+            counts[action.stage] -= 1
+            deferred[action.stage] += action.kind is Kind.BACKWARD_INPUT
+        seen.add((*counts.values(), *deferred.values()))
+    return seen
+
+
+def _largest(found: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Keep the maximal tuples: those that no other tuple matches or exceeds in every position."""
+    return {
+        each
+        for each in found
+        if not any(other != each and all(a >= b for a, b in zip(other, each, strict=True)) for other in found)
+    }

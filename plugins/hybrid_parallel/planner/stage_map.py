@@ -13,16 +13,15 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.op_recorder import Part
-from plugins.hybrid_parallel.planner.proxy_model import quiet
-from plugins.hybrid_parallel.planner.pruned_model import LayerList, layer_lists, name_in_skeleton
-from plugins.hybrid_parallel.zero.gather_units import owners_of
+from plugins.hybrid_parallel.planner.proxy_model import LayerList, layer_lists, name_in_skeleton, quiet
+from plugins.hybrid_parallel.zero.gathers import owners_of
 from shardformer import PipelineStageManager, Policy, ShardConfig
 from shardformer.peft import adapters_aside, model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.sharder import ModelSharder
 from shardformer.stages.stage import StagePartitioner
 from shardformer.transforms.context_parallel import mixers_of_layers, reason_against_sharing
-from shardformer.utils.parameter_names import alias_groups
+from shardformer.utils.module_paths import alias_groups
 
 
 @dataclass(frozen=True)

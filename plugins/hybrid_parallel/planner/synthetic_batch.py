@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.planner.op_recorder import Operator
 from shardformer.peft import model_inside
 
 # Heads with one label per sample; all other text heads have one per token.
@@ -57,3 +59,44 @@ def _positions(config: Any) -> int | None:
     text = config.get_text_config()
     found = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions")]
     return next((count for count in found if isinstance(count, int) and count > 0), None)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows of several documents each.
+
+    Attributes:
+        document: mean number of tokens of a document, weighted by tokens; a row is one sample.
+        length: tokens of a row.
+        is_varlen: whether attention computes the pairs of tokens of one document alone, as flash-attn does. All other
+            kernels compute all pairs of a row under a mask.
+    """
+
+    document: float
+    length: int
+    is_varlen: bool
+
+    @property
+    def share(self) -> float:
+        """Part of the pairs of tokens of a row that are of one document."""
+        return min(1.0, self.document / self.length)
+
+    def executed(self, operator: Operator) -> Operator:
+        """Return an operator with the FLOPs that a device computes for packed rows."""
+        if operator.kind != "attention":
+            return operator
+        # A kernel that gets a mask does not know that half of it is empty.
+        factor = self.share if self.is_varlen else 2.0 if operator.is_causal else 1.0
+        return replace(operator, flops=operator.flops * factor)
+
+    def useful(self, operator: Operator) -> float:
+        """Return the FLOPs of an operator between tokens of one document."""
+        return operator.flops * (self.share if operator.kind == "attention" else 1.0)
+
+    def mask_bytes(self, rows: int, itemsize: int) -> tuple[int, int]:
+        """Return the bytes of the mask of a micro-batch, and those that each attention layer saves of it.
+
+        The mask is boolean, [rows, 1, length, length]; torch saves it in the dtype of the scores with every layer.
+        """
+        pairs = 0 if self.is_varlen else rows * self.length**2
+        return pairs, pairs * itemsize

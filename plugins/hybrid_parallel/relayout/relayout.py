@@ -18,7 +18,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from booster.errors import ConfigurationError
 from booster.plugin import Plugin, TrainingObjects
-from plugins.hybrid_parallel.boosted.arguments import check_boosted_model, check_boosted_optimizer
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, merge_tensors
 from plugins.hybrid_parallel.checkpoint.state.model_state import MASTER, buffers_of_earlier_stages
@@ -26,14 +25,13 @@ from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX as MODEL
 from plugins.hybrid_parallel.checkpoint.state.optimizer_state import PREFIX as STATES
 from plugins.hybrid_parallel.checkpoint.state.optimizer_state import merge_numbers
 from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, restore, take_snapshot
-from plugins.hybrid_parallel.config.precision import PrecisionOptions
+from plugins.hybrid_parallel.config.compute import PrecisionOptions
 from plugins.hybrid_parallel.data.dataloader import LOADER_OPTIONS, ShardedDataLoader
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
-from plugins.hybrid_parallel.guards import release
-from plugins.hybrid_parallel.relayout.exchange import Exchange
-from plugins.hybrid_parallel.relayout.present_memory import PresentMemory
+from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_optimizer, release
+from plugins.hybrid_parallel.relayout.exchange import Exchange, PresentMemory
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.distributed.process_groups import message_group, world_group
 from shardformer.lazy import empty_copy, set_weight_reader

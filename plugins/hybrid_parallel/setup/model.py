@@ -15,28 +15,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel, ShardContext
-from plugins.hybrid_parallel.boosted.whole_model import WholeModel
-from plugins.hybrid_parallel.config.offload import OffloadOptions
+from plugins.hybrid_parallel.boosted.model_api import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.config.zero import OffloadOptions
 from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
-from plugins.hybrid_parallel.distributed.device import current_device
+from plugins.hybrid_parallel.distributed.device_mapping import current_device
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh, tied_group
+from plugins.hybrid_parallel.loss.arithmetic import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.loss.expert_balance import ExpertBalance
-from plugins.hybrid_parallel.loss.loss_scale import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.offload.activations import activation_store, check_layers
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from plugins.hybrid_parallel.reproducible.limits import check_reproducible
-from plugins.hybrid_parallel.setup.blocks import tensor_group
 from plugins.hybrid_parallel.setup.compilation import check_compilation, compile_layers
-from plugins.hybrid_parallel.setup.held_values import hold_values
-from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
-from plugins.hybrid_parallel.setup.mixed_samples import cuts_batch, refuse_mixed_samples
-from plugins.hybrid_parallel.setup.model_contents import check_contents
+from plugins.hybrid_parallel.setup.initial_weights import hold_values, share_initial_weights
+from plugins.hybrid_parallel.setup.input_checks import check_contents, cuts_batch, refuse_mixed_samples
 from plugins.hybrid_parallel.setup.offload import check_places
 from plugins.hybrid_parallel.setup.recomputation import check_recomputation, recompute, recompute_share
-from plugins.hybrid_parallel.setup.reproducible import units_of
+from plugins.hybrid_parallel.setup.reproducible import tensor_group, units_of
+from plugins.hybrid_parallel.zero.bucket_layout import Source, take_source
 from plugins.hybrid_parallel.zero.gradient_hooks import check_hooks
 from plugins.hybrid_parallel.zero.granularity import check_granularity, check_step_in_parts, check_zero_size
 from plugins.hybrid_parallel.zero.grouping import (
@@ -47,7 +45,6 @@ from plugins.hybrid_parallel.zero.grouping import (
     check_shared_parameters,
     warn_of_untrained,
 )
-from plugins.hybrid_parallel.zero.initial_values import Source, take_source
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
 from shardformer.attention.kernel_limits import AMPERE, capability_of
 from shardformer.distributed.blocks import blocks_of
@@ -55,7 +52,7 @@ from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream
 from shardformer.expert_parallel.router_bias import keep_biases_from_optimizer
 from shardformer.layers.fp8 import check_fp8, multiply_in_fp8
-from shardformer.layers.partial_gradients import leave_sums
+from shardformer.layers.parallel_module import leave_sums
 from shardformer.lazy import (
     RecordedValues,
     WeightReader,
@@ -64,12 +61,12 @@ from shardformer.lazy import (
     waits_for_values,
     weight_reader_of,
 )
-from shardformer.loss.one_process import count_own_boxes
+from shardformer.loss.terms import count_own_boxes
 from shardformer.peft import model_inside
 from shardformer.policies.user.tp_info import TPInfoPolicy
 from shardformer.quantised import is_quantised, keep_format
 from shardformer.shardformer import as_policy
-from shardformer.transforms.packed_mixers import separate_documents
+from shardformer.transforms.packed_masks import separate_documents
 from shardformer.utils.untraced import is_compiler_loaded, prepare_tracing
 
 _logger = get_logger(__name__)

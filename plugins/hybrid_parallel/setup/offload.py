@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config.offload import directory_of
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.config.zero import directory_of
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
-from plugins.hybrid_parallel.offload.memory import FileMemory, HostMemory, HostSegment
 from plugins.hybrid_parallel.offload.paged_file import PagedFile, open_unnamed
-from plugins.hybrid_parallel.zero.comm.shared_memory import SharedSegment
-from plugins.hybrid_parallel.zero.gather_units import is_sharded
+from plugins.hybrid_parallel.offload.stores import FileMemory, HostMemory, HostSegment
+from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
+from plugins.hybrid_parallel.zero.comm.local_peers import SharedSegment
+from plugins.hybrid_parallel.zero.gathers import is_sharded
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
-from plugins.hybrid_parallel.zero.state_memory import StateMemory
 
 # Optimizers of torch with two states for each value. The space for others is taken in their first step.
 _TWO_STATES = frozenset(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta"))

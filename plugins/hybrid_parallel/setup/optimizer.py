@@ -13,7 +13,7 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.debugging import DebugOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
-from plugins.hybrid_parallel.distributed.checked_collectives import checked_collectives
+from plugins.hybrid_parallel.distributed.agreement import checked_collectives
 from plugins.hybrid_parallel.distributed.mesh import (
     DP_CP,
     HybridMesh,
@@ -21,18 +21,16 @@ from plugins.hybrid_parallel.distributed.mesh import (
     shard_groups,
     stage_group,
 )
-from plugins.hybrid_parallel.reproducible.bucket import ExactBucket
-from plugins.hybrid_parallel.reproducible.reducer import ExactReducer
-from plugins.hybrid_parallel.setup.held_values import shards_by_axis
+from plugins.hybrid_parallel.reproducible.reducer import ExactBucket, ExactReducer
+from plugins.hybrid_parallel.setup.initial_weights import shards_by_axis
 from plugins.hybrid_parallel.setup.model import BuiltModel, build_model, check_options_against_model
 from plugins.hybrid_parallel.setup.offload import file_of_shards, memory_of_states
 from plugins.hybrid_parallel.setup.reproducible import attach_units
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
-from plugins.hybrid_parallel.zero.comm.choice import exchange_of
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, StateMemory
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
+from plugins.hybrid_parallel.zero.comm.hierarchical import exchange_of
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
-from plugins.hybrid_parallel.zero.frozen import FrozenParameters
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks, take_hooks
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
@@ -43,13 +41,11 @@ from plugins.hybrid_parallel.zero.optimizer import (
     StepHooks,
 )
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
-from plugins.hybrid_parallel.zero.state_memory import StateMemory
-from plugins.hybrid_parallel.zero.step import LocalParameters, StepOptions
-from plugins.hybrid_parallel.zero.stepper import stepper_of
+from plugins.hybrid_parallel.zero.step import FrozenParameters, LocalParameters, StepOptions, stepper_of
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 from shardformer.layers.replicated_linear import replace_native_layers
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
-from shardformer.utils.parameter_names import names_of_parameters
+from shardformer.utils.module_paths import names_of_parameters
 
 
 def build_trained(

@@ -41,10 +41,8 @@ from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
 from plugins.hybrid_parallel.planner.proxy_model import quiet
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, compare
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
-from plugins.hybrid_parallel.verify.module_outputs import OutputLog
-from plugins.hybrid_parallel.verify.operator_outputs import OperatorLog
-from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
-from plugins.hybrid_parallel.verify.random_batch import batch_for, takes_labels
+from plugins.hybrid_parallel.verify.module_outputs import OperatorLog, OutputLog
+from plugins.hybrid_parallel.verify.random_batch import batch_for, distance_from_wave, takes_labels
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config
 from plugins.hybrid_parallel.verify.train import (
     Criterion,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,10 +13,11 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardformer.shard_spec import ShardSpec, spec_of
 from shardformer.stages.placeholders import StagePlaceholder
-from shardformer.utils.backward_pass import in_backward
+from shardformer.utils.untraced import call_through, in_backward
 
 _FLOOR = 1e-6  # lower limit of the scale that a difference is relative to
 
@@ -170,3 +173,54 @@ def _by_spec(pieces: list[Tensor], whole: Tensor, specs: list[ShardSpec | None])
 
 def _without(tensor: Tensor, dim: int) -> tuple[int, ...]:
     return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+
+
+class OperatorLog(OutputLog):
+    """Recorder of what the lines of a file return during the calls of one module.
+
+    Operators that other files call are left out: those are this library's, or torch's, and may divide values in a way
+    of their own.
+
+    Args:
+        model: the whole model or a rank's part.
+        path: path of the module; nothing is recorded if it is on another stage.
+        file: the modeling code of the module.
+    """
+
+    def __init__(self, model: nn.Module, path: str, file: str) -> None:
+        self._outputs = {}
+        self.begin_microbatch(0)
+        mode = _Lines(file, self._add)
+
+        def call(own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+            with mode:
+                return own(*args, **kwargs)
+
+        module = dict(model.named_modules()).get(path)
+        if module is not None:
+            call_through(module, call)
+
+    def _add(self, line: str, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self._after(line, _NOTHING, (), output.detach())
+
+
+class _Lines(TorchFunctionMode):
+    def __init__(self, file: str, add: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self._file, self._add = file, add
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
+        if frame.f_code.co_filename == self._file:
+            with torch._C.DisableTorchFunction():
+                name = getattr(function, "__name__", "operator")
+                self._add(f"{name} in line {frame.f_lineno}", output)
+        return output
+
+
+_NOTHING = nn.Module()  # whose weight is not divided
+_TORCH = os.path.dirname(torch.__file__)

@@ -19,7 +19,7 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh, build_mesh
 from plugins.hybrid_parallel.setup.optimizer import build_trained
 from plugins.hybrid_parallel.train_step import PipelineStep
 from plugins.hybrid_parallel.verify.module_outputs import Output, OutputLog
-from plugins.hybrid_parallel.zero.assemble import assemble
+from plugins.hybrid_parallel.zero.whole_parameters import assemble
 from shardformer.shard_spec import spec_of
 
 _LEARNING_RATE = 0.05

@@ -13,7 +13,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
-from plugins.hybrid_parallel.setup.mixed_samples import cuts_batch, refuse_mixed_samples
+from plugins.hybrid_parallel.setup.input_checks import cuts_batch, refuse_mixed_samples
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdict, compare
 from plugins.hybrid_parallel.verify.random_batch import takes_labels
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config

@@ -20,21 +20,21 @@ from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.loss.arithmetic import norm_of
+from plugins.hybrid_parallel.zero.bucket_gradients import GradientsByHand, zero
 from plugins.hybrid_parallel.zero.bucket_layout import (
     BucketOptions,
     BucketSlice,
+    Source,
     gaps_between,
     move_into,
     places_in_bucket,
+    take_source,
 )
 from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle, ReduceScatterHandle
 from plugins.hybrid_parallel.zero.grad_buffer_pool import FreshBuffers, GradBufferPool
-from plugins.hybrid_parallel.zero.initial_values import Source, take_source
-from plugins.hybrid_parallel.zero.local_gradients import zero
 from plugins.hybrid_parallel.zero.optimizer_shard import OptimizerShard, take_back
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
-from plugins.hybrid_parallel.zero.user_gradients import GradientsByHand
 
 
 class Bucket(GradientsByHand):

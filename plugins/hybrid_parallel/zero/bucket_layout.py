@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -13,8 +15,31 @@ from torch.distributed import ProcessGroup
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
-from plugins.hybrid_parallel.zero.state_memory import StateMemory
 from shardformer.shard_spec import pad_to_multiple
+
+
+class StateMemory:
+    """Memory of the device: nothing is offloaded.
+
+    Attributes:
+        is_offloaded: whether tensors are anywhere else. The optimizer then steps one bucket at a time.
+    """
+
+    is_offloaded = False
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return uninitialized memory of shape [count] for values of a rank on `device`."""
+        return torch.empty(count, dtype=dtype, device=device)
+
+    def release(self, tensor: Tensor) -> None:
+        """Release memory from `empty` that is not used any more."""
+
+    def read_ahead(self, tensor: Tensor) -> None:
+        """Start to bring values from `empty` near, because they are used soon."""
+
+    def page_out(self, tensor: Tensor) -> None:
+        """Let values from `empty` go until they are used again; other tensors stay as they are."""
+
 
 # Parameters and shards start at multiples of this many elements: kernels are slower on data that starts in the middle
 # of a cache line (docs/levers.md).
@@ -147,3 +172,17 @@ def gaps_between(offsets: Sequence[int], sizes: Sequence[int], total: int) -> li
             gaps.append((end, offset))
         end = offset + size
     return gaps if end == total else [*gaps, (end, total)]
+
+
+Source = Callable[[], Tensor]  # returns the values of a parameter, in the precision that an optimizer needs
+
+
+def take_source(param: nn.Parameter, initial: dict[nn.Parameter, Source]) -> Source:
+    """Remove the source of a parameter's values and return it; without one, that of the values that it has."""
+    values = param.data
+    return initial.pop(param, lambda: values)
+
+
+def without_values(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of one element in memory, repeated: nan, so that code that reads it too early is noticed."""
+    return torch.full((1,), math.nan, dtype=dtype, device=device).expand(*shape)

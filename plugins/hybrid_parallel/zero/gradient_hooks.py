@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from plugins.hybrid_parallel.loss.arithmetic import scaled, unscaled
-from plugins.hybrid_parallel.loss.loss_scale import LossScale
-from plugins.hybrid_parallel.zero.assemble import assemble
+from plugins.hybrid_parallel.loss.arithmetic import LossScale, scaled, unscaled
 from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.whole_parameters import assemble
 from shardformer.distributed.random import SharedStream
 from shardformer.shard_spec import spec_of
 

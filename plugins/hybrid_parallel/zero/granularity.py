@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.step_in_parts import step_in_parts
+from plugins.hybrid_parallel.zero.step import step_in_parts
 from shardformer.distributed.random import random_numbers_apart, seed_default_generators
 
 # Optimizers of torch that are known to be elementwise.

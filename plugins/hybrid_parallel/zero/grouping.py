@@ -16,9 +16,8 @@ from torch.nn.parameter import is_lazy
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, HoldsPieces
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, HoldsPieces, Source
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
-from plugins.hybrid_parallel.zero.initial_values import Source
 from shardformer.peft import adapter_configs
 from shardformer.shard_spec import grad_group_of, spec_of
 from shardformer.utils.freed_memory import return_freed_memory

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
-from plugins.hybrid_parallel.zero.initial_values import Source
-from plugins.hybrid_parallel.zero.state_memory import StateMemory
+from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice, Source, StateMemory
 from shardformer.shard_spec import parameter_like
 
 _AT_ONCE = 2**25  # elements that are compared at a time: temporary memory is 7 bytes for each

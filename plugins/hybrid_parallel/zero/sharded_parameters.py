@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, places_in_bucket
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, Source, places_in_bucket, take_source
 from plugins.hybrid_parallel.zero.bucket_parameter import hide_values, show_values
 from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle
 from plugins.hybrid_parallel.zero.comm.shard_gather import shard_gather
-from plugins.hybrid_parallel.zero.initial_values import Source, take_source
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from shardformer.policies.base import ModulePolicyDescription, Policy, SubModule
 from shardformer.policies.rules import ShardingRules
 from shardformer.shard_spec import Part
 from shardformer.stages.stage import Received, StageLayout
-from shardformer.utils.phrases import divisors_phrase
+from shardformer.utils.structure import divisors_phrase
 
 
 class ChatGLM2Policy(Policy):

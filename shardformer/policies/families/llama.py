@@ -8,7 +8,7 @@ from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import ShardingRules
 from shardformer.stages.stage import Received, StageLayout
-from shardformer.utils.phrases import divisors_phrase
+from shardformer.utils.structure import divisors_phrase
 
 
 class LlamaPolicy(Policy):

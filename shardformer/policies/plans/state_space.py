@@ -24,8 +24,7 @@ from shardformer.policies.module_edits import shard_channels, shard_own_paramete
 from shardformer.quantised import is_quantised
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part, ShardSpec
-from shardformer.utils.module_paths import join, starred
-from shardformer.utils.parameter_aliases import alias_buffers, alias_parameters
+from shardformer.utils.module_paths import alias_buffers, alias_parameters, join, starred
 
 _STATES = {"in_proj", "conv1d", "A_log", "D", "out_proj"}
 _MAMBA, _MAMBA_2 = _STATES | {"x_proj", "dt_proj"}, _STATES | {"dt_bias"}

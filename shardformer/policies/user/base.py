@@ -1,14 +1,23 @@
-"""UserPolicy: base class of policies with a user-defined table and the family's pipeline stages."""
+"""UserPolicy: base class of policies with a user-defined table and the family's pipeline stages.
+
+Uniform sharding: every linear layer is sharded independently, with full activations between layers.
+
+A column-parallel layer gathers its outputs. A row-parallel layer slices its full input and sums the outputs. This needs
+one more collective per pair of layers than Megatron-LM's pairing of column and row layers, but works for any model.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Literal
 
 from torch import nn
 
-from shardformer.policies.base import Policy
+from shardformer.layers import ColumnParallelLinear, RowParallelLinear
+from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
 from shardformer.policies.registry import policy_for
 from shardformer.shard_config import ShardConfig
@@ -80,3 +89,44 @@ class UserPolicy(Policy):
     def postprocess(self) -> nn.Module:
         """Finish the model as the family's policy does."""
         return self.model if self.family_policy is None else self.family_policy.postprocess()
+
+
+_OPTIONS = {
+    -1: (ColumnParallelLinear, {"gather_output": True}),
+    0: (RowParallelLinear, {"splits_input": True}),
+}
+
+
+class UniformPolicy(UserPolicy):
+    """Shards the linear layers of any model.
+
+    Layers with tied weights, and layers with fewer features than ranks, are replicated.
+
+    Args:
+        dim: -1 shards the output features and gathers the outputs; 0 shards the input features and sums the outputs.
+    """
+
+    cuts_attention = False
+
+    def __init__(self, dim: Literal[0, -1]) -> None:
+        super().__init__()
+        self._dim = dim
+
+    def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
+        """Return the table: every linear layer of the model, by its path."""
+        target, options = _OPTIONS[self._dim]
+        replacements = [
+            SubModuleReplacementDescription(suffix=path, target_module=target, kwargs=dict(options))
+            for path in self._linear_layers()
+        ]
+        return {"": ModulePolicyDescription(sub_module_replacement=replacements)}
+
+    def _linear_layers(self) -> list[str]:
+        held = Counter(id(param) for _, param in self.model.named_parameters(remove_duplicate=False))
+        size = self.shard_config.tensor_parallel_size
+        return [
+            path
+            for path, module in self.model.named_modules()
+            if type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+            if held[id(module.weight)] == 1 and min(module.weight.shape) >= size
+        ]

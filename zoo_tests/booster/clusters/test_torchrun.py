@@ -1,7 +1,7 @@
 """torchrun and `booster run` with two agents, each a machine: static and elastic rendezvous, kills and late machines.
 
 What fails here first is how ranks of a later round tell its keys in torchrun's store from earlier ones; look at
-`booster/elastic_round.py`.
+`booster/elastic/job_environment.py`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ import pytest
 
 from booster.cli.run import parser
 from booster.elastic.command import fingerprint_of, is_elastic, limits_of, places_of
-from booster.elastic.machine_memory import MachineMemory
-from booster.elastic.rendezvous import Endpoint, Rendezvous
-from booster.elastic.rounds import END, Decision, Report
+from booster.elastic.local_ranks import MachineMemory
+from booster.elastic.rendezvous import END, Decision, Endpoint, Rendezvous, Report
 from booster.errors import ConfigurationError
 
 

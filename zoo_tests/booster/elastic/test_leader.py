@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from booster.elastic.leader import Leader, Limits
-from booster.elastic.rounds import DONE, END, FAILED, IDLE, LEFT, RUN, RUNNING, STOP, Decision, Report
+from booster.elastic.rendezvous import DONE, END, FAILED, IDLE, LEFT, RUN, RUNNING, STOP, Decision, Report
 
 KILLED = 9
 

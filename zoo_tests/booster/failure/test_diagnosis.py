@@ -34,8 +34,7 @@ from booster.failure.diagnosis import (
     diagnose_standstill,
 )
 from booster.failure.failure_report import Failure, ending, is_about_communication, ranks_text
-from booster.failure.heartbeat import Heartbeat
-from booster.failure.machine_links import MachineLinks
+from booster.failure.machine_links import Heartbeat, MachineLinks
 from booster.failure.operation_log import Operations, SharedStatus
 from booster.failure.peers import Address, Peer, StoppedPeers
 from booster.failure.stack_probe import Wait, acts_alone, wait_of, waits_for_ranks

@@ -35,8 +35,7 @@ from torch.utils.data import DataLoader
 import booster.integrations.accelerate as ours
 from booster.errors import ConfigurationError
 from booster.integrations.accelerate import Accelerator
-from booster.integrations.accelerate_options import OLDEST
-from booster.integrations.environment import variables_of_this_rank
+from booster.integrations.accelerate_options import OLDEST, variables_of_this_rank
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.accelerate_loop import bert, collate, fresh_accelerate, samples
 from zoo_tests.docs.pages import REPOSITORY, rows_of

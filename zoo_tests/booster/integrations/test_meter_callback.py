@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from booster.integrations.environment import variables_of_this_rank
-from booster.integrations.meter_callback import MeterCallback
+from booster.integrations.accelerate_options import variables_of_this_rank
+from booster.integrations.trainer_checkpoints import MeterCallback
 from booster.integrations.transformers import boosted
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.accelerate_loop import fresh_accelerate

@@ -21,7 +21,7 @@ import trl
 
 from booster.errors import ConfigurationError
 from booster.integrations.transformers import boosted
-from booster.integrations.trl_arguments import check_callbacks, check_trainer_class
+from booster.integrations.trl_trainers import check_callbacks, check_trainer_class
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.trl_jobs import Job, as_a_new_process, classes_of, model_of, rows_of, tokenizer
 from zoo_tests.docs.pages import REPOSITORY
@@ -215,7 +215,7 @@ def _version(monkeypatch: pytest.MonkeyPatch, found: str | Exception) -> None:
             raise found
         return found
 
-    monkeypatch.setattr("booster.integrations.trl_arguments.version", version)
+    monkeypatch.setattr("booster.integrations.trl_trainers.version", version)
 
 
 def test_an_old_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

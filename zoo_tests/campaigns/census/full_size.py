@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from plugins.hybrid_parallel.verify.share_cut import parameters_cut
+from plugins.hybrid_parallel.verify.propose import parameters_cut
 from zoo_tests.campaigns.census.classes import HeadClass
 
 _AT_RANDOM = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # layers that are skipped cannot be sharded

@@ -13,10 +13,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.setup.mixed_samples import mixed_samples
+from plugins.hybrid_parallel.setup.input_checks import mixed_samples
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compare
-from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
-from plugins.hybrid_parallel.verify.share_cut import share_cut
+from plugins.hybrid_parallel.verify.propose import share_cut
+from plugins.hybrid_parallel.verify.random_batch import distance_from_wave
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import (
     RandomLossError,

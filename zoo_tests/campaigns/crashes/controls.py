@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from plugins.hybrid_parallel.checkpoint import io
+from plugins.hybrid_parallel.checkpoint.state.async_save import Staging
 from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
-from plugins.hybrid_parallel.checkpoint.state.staging import Staging
 
 _publish, _data_file = PendingSave.publish, io.data_file
 

@@ -10,13 +10,13 @@ _ROUTERS = "zoo_tests/shardformer/loss/test_routers.py::test_it_is_that_of_plain
 
 EDITS_OF_EXPERTS: dict[str, Edit] = {
     "padding counts for the load of experts": Edit(
-        "shardformer.expert_parallel.load",
+        "shardformer.expert_parallel.router_bias",
         "weights = weights * (self._mask.reshape(-1, 1) != 0)",
         "pass",
         (f"{_BIASES}[2-Glm4Moe-options0-pipeline-5]",),
     ),
     "recomputed layers count their tokens again": Edit(
-        "shardformer.expert_parallel.load",
+        "shardformer.expert_parallel.router_bias",
         "if not self._is_counting or in_backward():",
         "if not self._is_counting:",
         (f"{_BIASES}[2-Glm4Moe-options5-pipeline-5]",),
@@ -40,7 +40,7 @@ EDITS_OF_EXPERTS: dict[str, Edit] = {
         (f"{_BIASES}[2-Glm4Moe-options0-pipeline-5]",),
     ),
     "padding of parts of sequences counts for the loss of routers": Edit(
-        "shardformer.context_parallel.token_mask",
+        "shardformer.context_parallel.zigzag",
         "mask = mask if axis is None else axis.take(mask)",
         "mask = mask if axis is None else torch.ones_like(axis.take(mask))",
         (f"{_ROUTERS}[2-options11]",),

@@ -98,7 +98,7 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         (f"{_PROPOSED}::test_the_regions_of_a_model_that_nobody_has_seen",),
     ),
     "who reads a mask is not looked for": Edit(
-        "shardformer.policies.proposed.replay",
+        "shardformer.policies.proposed.execution",
         "        return ~tensor\n",
         "        return tensor\n",
         (f"{_ORDER}::test_each_part_is_found",),

@@ -38,13 +38,13 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_PACKED}[dp2]",),
     ),
     "a row cut inside of documents": Edit(
-        "plugins.hybrid_parallel.data.packed_rows",
+        "plugins.hybrid_parallel.data.microbatch",
         "return [self.borders[index] for index",
         "return [max(self.borders[index] - 1, 0) if index < self.num_documents else self.borders[-1] for index",
         (f"{_PACKED}[pp2]",),
     ),
     "parts of a row get the gradients of other tokens": Edit(
-        "plugins.hybrid_parallel.boosted.output_parts",
+        "plugins.hybrid_parallel.boosted.outputs",
         "grad.split(self.lengths, 1)[self.index]",
         "grad.roll(1, 1).split(self.lengths, 1)[self.index]",
         ("zoo_tests/parity/test_packing.py::test_a_loss_of_the_script_sees_the_whole_row",),
@@ -99,7 +99,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         ),
     ),
     "padding of buckets takes part in the norm": Edit(
-        "plugins.hybrid_parallel.zero.local_gradients",
+        "plugins.hybrid_parallel.zero.bucket_gradients",
         "zero([self._flat_grads[start:stop] for start, stop in self._gaps])",
         "torch._foreach_add_([self._flat_grads[start:stop].fill_(0.0) for start, stop in self._gaps], 1.0)",
         (f"{_OPTIMIZER}::test_clipping_equals_torchs[0.05-1]",),
@@ -117,7 +117,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_OPTIMIZER}::test_clipping_equals_torchs[1000.0-1]",),
     ),
     "norms of buckets added up": Edit(
-        "plugins.hybrid_parallel.zero.grad_norm",
+        "plugins.hybrid_parallel.zero.reducer",
         "return torch.linalg.vector_norm(together, norm_type)",
         "return together.sum()",
         (f"{_FEATURES}[bert-masked_lm-pp2dp2-zero0-momentum-clip]",),
@@ -261,7 +261,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_SAME_BITS}[tp2-fp16]",),
     ),
     "random numbers of the first rank on all": Edit(
-        "plugins.hybrid_parallel.checkpoint.state.random_state",
+        "plugins.hybrid_parallel.checkpoint.state.training_state",
         "        prefix = _own_prefix()\n",
         '        prefix = f"{PREFIX}0/"\n',
         (f"{_SAME_BITS}[dp2-fp32]",),
@@ -280,7 +280,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     # data
     "every replica reads the first share": Edit(
-        "plugins.hybrid_parallel.data.shares",
+        "plugins.hybrid_parallel.data.sharded_sampler",
         "return group[self.rank]",
         "return group[0]",
         (f"{_CHECKPOINTS}::test_the_position_counts_samples_under_another_number_of_replicas[2]",),
@@ -335,13 +335,13 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_16_BIT}[bert-masked_lm-tp2-zero1-momentum-bf16]",),
     ),
     "loss scale grows one step late": Edit(
-        "plugins.hybrid_parallel.loss.loss_scale",
+        "plugins.hybrid_parallel.loss.arithmetic",
         "self.good_steps == self.growth_interval",
         "self.good_steps == self.growth_interval + 1",
         (f"{_PRECISION}::test_loss_scale_halves_skips_and_grows_on_all_ranks[1]",),
     ),
     "loss scale quartered on an overflow": Edit(
-        "plugins.hybrid_parallel.loss.loss_scale",
+        "plugins.hybrid_parallel.loss.arithmetic",
         "max(self.value / 2, _FLOOR)",
         "max(self.value / 4, _FLOOR)",
         (f"{_PRECISION}::test_loss_scale_halves_skips_and_grows_on_all_ranks[0]",),
@@ -371,19 +371,19 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_PLUGIN}/zero/test_user_gradients.py::test_a_changed_row_leaves_the_masters_of_other_rows",),
     ),
     "whole parameters put together backwards": Edit(
-        "plugins.hybrid_parallel.zero.parameter_exchange",
+        "plugins.hybrid_parallel.zero.whole_parameters",
         "spec = self.specs[index].on_rank(place * self.specs[index].copies)",
         "spec = self.specs[index].on_rank(self.specs[index].world_size - 1 - place * self.specs[index].copies)",
         (f"{_PLUGIN}/zero/test_whole_parameters.py::test_equals_plain_training[lamb-gpt2-tp2]",),
     ),
     "closures see the weights of before the step": Edit(
-        "plugins.hybrid_parallel.zero.weight_update",
+        "plugins.hybrid_parallel.zero.optimizer",
         "            optimizer.publish()\n",
         "",
         (f"{_PLUGIN}/zero/test_closures.py::test_equals_plain_torch[1-False]",),
     ),
     "each rank's search goes by its own loss": Edit(
-        "plugins.hybrid_parallel.zero.weight_update",
+        "plugins.hybrid_parallel.zero.optimizer",
         "return _mean(loss, optimizer.mesh.group(DP_CP))",
         "return loss",
         (f"{_PLUGIN}/zero/test_closures.py::test_lbfgs_with_replicas_alone[None-True]",),

@@ -14,19 +14,19 @@ EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
         (f"{_SAME}[llama-bf16-dp2, zero 2, ordinary loop]",),
     ),
     "autograd adds up the uses of a tied weight": Edit(
-        "plugins.hybrid_parallel.reproducible.separate_uses",
+        "plugins.hybrid_parallel.reproducible.limits",
         "return None if give_gradient(ctx.parameter, grad) else grad",
         "return grad",
         (f"{_SAME}[llama-bf16-pp2]",),
     ),
     "parts of an accumulation are added after they are rounded": Edit(
-        "plugins.hybrid_parallel.reproducible.bucket",
+        "plugins.hybrid_parallel.reproducible.reducer",
         "return self._kept is not None and",
         "return False and",
         (f"{_SAME}[llama-bf16-dp2, zero 3, accumulation 2]",),
     ),
     "a recomputed layer draws other numbers than its forward pass": Edit(
-        "plugins.hybrid_parallel.reproducible.unit_stream",
+        "plugins.hybrid_parallel.reproducible.units",
         "if key in self._seeds:",
         "if not in_backward():",
         (f"{_SAME}[llama-bf16-dp2, gradient_checkpointing=full, first half as pp2]",),
@@ -44,7 +44,7 @@ EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
         (f"{_SAME}[bert-fp32-tp2, zero 3, ordinary loop]",),
     ),
     "blocks draw by their position on the rank": Edit(
-        "shardformer.distributed.blocked_tensor",
+        "shardformer.distributed.blocks",
         "(block + 1) % 2**62",
         "(index + 1) % 2**62",
         (f"{_SAME}[llama-bf16-tp4]",),

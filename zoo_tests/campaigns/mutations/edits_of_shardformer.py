@@ -118,7 +118,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (f"{CONTEXT}[t5-generation-cp2tp2-zero1-momentum-fp32-clip-sequence_parallelism_mode=all_to_all]",),
     ),
     "gradients twice behind layers that ranks share": Edit(
-        "shardformer.context_parallel.inside_layers",
+        "shardformer.transforms.layout_checks",
         "return all_gather(x, SEQ_DIM, self.group, self.length)",
         "return all_gather(2 * x - x.detach(), SEQ_DIM, self.group, self.length)",
         (f"{CONTEXT}[t5-generation-cp2tp2-zero1-momentum-fp32-clip-sequence_parallelism_mode=all_to_all]",),
@@ -161,7 +161,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (f"{_SHARDFORMER}/attention/test_flash_attn.py::test_it_is_told_of_documents_in_several_rows[Llama]",),
     ),
     "scores of uneven heads padded in front": Edit(
-        "shardformer.attention.scores",
+        "shardformer.transforms.attention_kernels",
         "(0, 0, 0, 0, 0, most - heads)",
         "(0, 0, 0, 0, most - heads, 0)",
         (f"{_SHARDFORMER}/test_generation.py::test_further_ways_to_generate_with_heads_that_ranks_share_unevenly",),
@@ -180,7 +180,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (f"{CONTEXT}[gpt2-lm_head-cp2pp2-zero1-momentum-clip]",),
     ),
     "blocks merged without rescaling": Edit(
-        "shardformer.context_parallel.blockwise",
+        "shardformer.context_parallel.ring",
         "found.mul_((logs - safe).exp()[..., None]).add_(",
         "found.add_(",
         (f"{CONTEXT}[llama-causal_lm-cp2-zero1-momentum-clip]",),
@@ -205,25 +205,25 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     # expert_parallel
     "rows come back in the order of experts": Edit(
-        "shardformer.expert_parallel.token_dispatcher",
+        "shardformer.expert_parallel.experts",
         ".index_copy(0, order, back)",
         ".index_copy(0, order.sort().values, back)",
         (f"{EXPERTS}[{_MIXTRAL}]",),
     ),
     "routing weights of the other choice": Edit(
-        "shardformer.expert_parallel.token_dispatcher",
+        "shardformer.expert_parallel.experts",
         "* weights.unsqueeze(-1)",
         "* weights.flip(1).unsqueeze(-1)",
         (f"{EXPERTS}[{_MIXTRAL}]",),
     ),
     "an expert takes one token too many": Edit(
-        "shardformer.expert_parallel.token_dispatcher",
+        "shardformer.expert_parallel.experts",
         "place < limit",
         "place <= limit",
         (f"{CAPACITY}[{_CROWDED}]",),
     ),
     "capacity forgets that tokens have several choices": Edit(
-        "shardformer.expert_parallel.token_dispatcher",
+        "shardformer.expert_parallel.experts",
         "self._length * num_choices / self.num_experts",
         "self._length / self.num_experts",
         (f"{CAPACITY}[{_CROWDED}]",),
@@ -333,7 +333,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (f"{PARITY}[t5-generation-tp2pp2-zero1-sp-fp32-num_microbatches=2-{_KERNELS}-enable_jit_fused=True]",),
     ),
     "keys and values of earlier stages do not arrive": Edit(
-        "shardformer.stages.shared_states",
+        "shardformer.stages.placeholders",
         "inputs[name][key] = (first, second)",
         "inputs[name][key] = (second, first)",
         (f"{_MESSAGES}[_gemma4-options0]",),
@@ -351,7 +351,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (f"{PARITY}[gpt2-lm_head-pp2-zero1]",),
     ),
     "loss of a detector's boxes weighted by images": Edit(
-        "shardformer.loss.detection",
+        "shardformer.loss.perception",
         '    return torch.tensor(float(sum(len(target["class_labels"]) for target in labels)))\n',
         "    return torch.tensor(float(len(labels)))\n",
         (f"{_SHARDFORMER}/loss/test_detection.py::test_parts_add_up_to_the_whole[lw_detr-LwDetrForObjectDetection]",),

@@ -60,7 +60,7 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         (f"{_TRL}[kto]",),
     ),
     "TRL: metrics of replicas weigh the same": Edit(
-        "booster.integrations.replica_means",
+        "booster.integrations.replicas",
         "shares = (self.rows / self.rows.sum()).to(values.dtype)",
         "shares = torch.full_like(values, 1 / len(values))",
         (f"{_TRL}[kto]",),

@@ -25,7 +25,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         (f"{_STAGES}[bert-masked_lm-dp4-zero1-adamw-clip-zero_size=2]",),
     ),
     "states stay in memory after their step": Edit(
-        "plugins.hybrid_parallel.zero.stepper",
+        "plugins.hybrid_parallel.zero.step",
         "state[key], moved = place.copy_(value), True",
         "place.copy_(value)",
         (f"{_OFFLOAD}::test_states_of_one_bucket_are_in_memory_at_a_time",),
@@ -37,7 +37,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         (f"{_STAGES}[llama-causal_lm-dp2-zero3-adamw-clip-num_microbatches=3]",),
     ),
     "masters of sharded parameters made of rounded values": Edit(
-        "plugins.hybrid_parallel.setup.held_values",
+        "plugins.hybrid_parallel.setup.initial_weights",
         "kept = param.dtype if dtype is None or has_master else dtype",
         "kept = dtype or param.dtype",
         (f"{_LAZY}::test_16_bit_models_keep_the_full_values_for_the_optimizer[bf16-dp2-3]",),
@@ -67,7 +67,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         ("zoo_tests/hybrid_parallel/zero/test_memory.py::test_few_whole_gradients_at_once_under_stage_three",),
     ),
     "a plan counts whole parameters under stage 3": Edit(
-        "plugins.hybrid_parallel.planner.memory_model",
+        "plugins.hybrid_parallel.planner.rank_memory",
         "(bucket.size if bucket.unit is None else shard) * itemsize",
         "bucket.size * itemsize",
         (f"{_PLANNED}::test_counted_states_with_options[llama-tp2dp2-options0]",),

@@ -126,8 +126,8 @@ def _clipping_counts_every_copy() -> None:
 
 
 def _clipping_counts_one_stage() -> None:
-    from plugins.hybrid_parallel.zero.grad_norm import norm_of_rank
     from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+    from plugins.hybrid_parallel.zero.reducer import norm_of_rank
 
     def norm(self: HybridParallelOptimizer, norm_type: float = 2.0) -> Tensor:
         return norm_of_rank(self.buckets, self.mesh.device, norm_type)
@@ -148,10 +148,10 @@ def _no_gathering_after_the_step() -> None:
 
 
 def _bad_copies_do_not_count() -> None:
-    from plugins.hybrid_parallel.zero import grad_norm
+    from plugins.hybrid_parallel.zero import reducer
 
-    norm_of_rank = grad_norm.norm_of_rank
-    grad_norm.norm_of_rank = lambda buckets, *options: norm_of_rank([one for one in buckets if one.counted], *options)
+    norm_of_rank = reducer.norm_of_rank
+    reducer.norm_of_rank = lambda buckets, *options: norm_of_rank([one for one in buckets if one.counted], *options)
 
 
 def _copies_are_not_compared() -> None:

@@ -1,7 +1,7 @@
 """Copies of a boosted model have weights of their own: averages of weights (EMA) are those of plain torch.
 
 What breaks here first: a forward that is bound to the modules of the original. Look in
-`plugins/hybrid_parallel/boosted/copies.py`.
+`plugins/hybrid_parallel/boosted/model.py`.
 """
 
 from __future__ import annotations

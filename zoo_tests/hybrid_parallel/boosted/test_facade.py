@@ -1,6 +1,6 @@
 """What libraries ask of a model before and around its calls: the answers of the plain model, or one sentence.
 
-What breaks here first: an answer of this rank's part alone. Look in `plugins/hybrid_parallel/boosted/facade.py`.
+What breaks here first: an answer of this rank's part alone. Look in `plugins/hybrid_parallel/boosted/model_api.py`.
 """
 
 from __future__ import annotations

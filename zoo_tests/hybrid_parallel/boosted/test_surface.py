@@ -1,7 +1,7 @@
 """Every row of the table in `docs/boosted_model.md`, against the plain model: its numbers, or one sentence.
 
 What breaks here first: something done to the wrapper that the model inside does not see. Look in
-`plugins/hybrid_parallel/boosted/surface.py` and `plugins/hybrid_parallel/guards.py`.
+`plugins/hybrid_parallel/boosted/model_api.py` and `plugins/hybrid_parallel/guards.py`.
 """
 
 from __future__ import annotations

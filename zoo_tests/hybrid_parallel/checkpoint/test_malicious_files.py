@@ -1,7 +1,7 @@
 """A corpus of model directories that were made to harm: each is refused in one sentence, and none runs anything.
 
 Whatever is executed by mistake would make the file `canary`. What fails here first is a reader that trusts a file.
-Look in `shardformer/lazy/weight_files.py` and `shardformer/utils/json.py`.
+Look in `shardformer/lazy/weight_files.py` and `shardformer/utils/typed_json.py`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data import dataloader as module
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
 from plugins.hybrid_parallel.data.random_stream import OrderStream
-from plugins.hybrid_parallel.data.shares import DataParallelBatchSampler
+from plugins.hybrid_parallel.data.sharded_sampler import DataParallelBatchSampler
 
 CPU = torch.device("cpu")
 

@@ -25,8 +25,15 @@ from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOut
 from booster.data.rows import is_empty, num_rows, rows_of
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.media import check_parts
-from plugins.hybrid_parallel.data.microbatch import as_batch, signature, split_batch, stand_in, to_device, without_rows
-from plugins.hybrid_parallel.data.packed_rows import packed_row
+from plugins.hybrid_parallel.data.microbatch import (
+    as_batch,
+    packed_row,
+    signature,
+    split_batch,
+    stand_in,
+    to_device,
+    without_rows,
+)
 from plugins.hybrid_parallel.pipeline.outputs import merge_outputs
 from shardformer.loss.terms import HeadLoss, LossTerm
 from shardformer.loss.text import not_ignored

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from plugins.hybrid_parallel.data import agreement as data_agreement
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader, shard_dataloader
-from plugins.hybrid_parallel.data.generators import generators_of
+from plugins.hybrid_parallel.data.random_draws import generators_of
 from plugins.hybrid_parallel.data.random_stream import OrderStream
 
 GENERATOR = torch.Generator()

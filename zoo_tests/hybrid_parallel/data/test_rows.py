@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from booster import Booster
 from booster.errors import ConfigurationError
-from booster.integrations.lightning.shares import ReplicaShares
+from booster.integrations.lightning.inner_model import ReplicaShares
 from booster.integrations.replicas import Replicas
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.harness.ranks import run_on_ranks

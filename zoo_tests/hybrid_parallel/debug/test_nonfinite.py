@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from booster import Booster
 from booster.errors import NonFiniteError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.utils.backward_pass import in_backward
+from shardformer.utils.untraced import in_backward
 from zoo_tests.harness.faulty import INF, LAYER, LAYOUTS, NAN, NOTHING, SIZES, Job, on, poisoned, same
 from zoo_tests.harness.ranks import run_on_ranks
 

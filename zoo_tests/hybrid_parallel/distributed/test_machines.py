@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.distributed.machines import line_of, warning_of
+from plugins.hybrid_parallel.distributed.mesh import line_of, warning_of
 from zoo_tests.harness.ranks import run_on_ranks
 
 TP_CROSSES = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from booster import Booster
-from booster.elastic.place import VARIABLE, ElasticPlace
+from booster.elastic.job_environment import VARIABLE, ElasticPlace
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.harness.case import Recipe
 from zoo_tests.hybrid_parallel.relayout.chain import GLOBAL_BATCH, LAYOUTS, Objects, Rows, boosted

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from booster.elastic.place import VARIABLE, ElasticPlace
+from booster.elastic.job_environment import VARIABLE, ElasticPlace
 from booster.errors import ConfigurationError
 from zoo_tests.hybrid_parallel.relayout.chain import boosted
 from zoo_tests.hybrid_parallel.relayout.refusals import RECIPE

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.elastic import ahead, planning
-from plugins.hybrid_parallel.elastic.ahead import PlansAhead
-from plugins.hybrid_parallel.elastic.layouts import LayoutChoice
+from plugins.hybrid_parallel.elastic import layouts, planning
+from plugins.hybrid_parallel.elastic.layouts import LayoutChoice, PlansAhead
 from plugins.hybrid_parallel.elastic.planning import plans
 from zoo_tests.elastic.job import CONFIG
 
@@ -102,9 +101,9 @@ def test_a_machine_plans_once_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
         started.append(subprocess.Popen(["sleep", "60"], pass_fds=(lock,)))
         return started[-1]
 
-    monkeypatch.setattr(ahead, "_request", lambda *_: {})
-    monkeypatch.setattr(ahead, "_start_planner", start)
-    monkeypatch.setattr(ahead.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(layouts, "_request", lambda *_: {})
+    monkeypatch.setattr(layouts, "_start_planner", start)
+    monkeypatch.setattr(layouts.dist, "get_rank", lambda: 0)
     place = SimpleNamespace(memory=str(tmp_path))
     config = SimpleNamespace(parallel=SimpleNamespace(elastic_layouts=None))
     model = SimpleNamespace(unwrap=lambda: None)

@@ -15,8 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from plugins.hybrid_parallel import HybridParallelConfig
-from plugins.hybrid_parallel.inspect.html import page
-from plugins.hybrid_parallel.inspect.shard_report import shard_report, to_text
+from plugins.hybrid_parallel.inspect.shard_report import page, shard_report, to_text
 from zoo_tests.booster.cli.test_commands import outcome
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import run_on_ranks

@@ -1,6 +1,6 @@
 """DynamicLossScale: halves, grows, and survives a save.
 
-What breaks here first: the count of good steps. Look in `plugins/hybrid_parallel/loss/loss_scale.py`.
+What breaks here first: the count of good steps. Look in `plugins/hybrid_parallel/loss/arithmetic.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from plugins.hybrid_parallel.loss.loss_scale import DynamicLossScale, LossScale
+from plugins.hybrid_parallel.loss.arithmetic import DynamicLossScale, LossScale
 
 
 def _step(scale: LossScale, overflowed: bool) -> None:

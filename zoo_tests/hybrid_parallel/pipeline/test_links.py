@@ -1,7 +1,7 @@
 """The first message of every link, and the calls of a step on CUDA, made over gloo.
 
 What breaks here first: a link that is not warmed up, or a call in another place. Look in
-`plugins/hybrid_parallel/pipeline/links.py`, and for calls within a step in `runtime.py` and `p2p.py`.
+`plugins/hybrid_parallel/pipeline/p2p.py`, and for calls within a step in `runtime.py` and `p2p.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
-from plugins.hybrid_parallel.pipeline import links as links_module
-from plugins.hybrid_parallel.pipeline.links import Links, connect, warm_up
-from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive
+from plugins.hybrid_parallel.pipeline import p2p as links_module
+from plugins.hybrid_parallel.pipeline.p2p import Channel, Links, PendingReceive, connect, warm_up
 from plugins.hybrid_parallel.pipeline.runtime import PassState, PipelineRuntime
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action
 from zoo_tests.harness.case import Case, Recipe

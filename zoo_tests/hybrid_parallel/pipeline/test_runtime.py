@@ -1,7 +1,7 @@
 """Pipelines whose ranks hold several stages: outputs, checkpoints, lazy models, debug mode, what a step records.
 
 What breaks here first: a module that one stage of a rank sees in the place of another's. Look in
-`shardformer/stages/virtual_stages.py`; where weights are wrong, in `shardformer/matmul/weight_grad.py`.
+`shardformer/stages/layout.py`; where weights are wrong, in `shardformer/matmul/weight_grad.py`.
 """
 
 from __future__ import annotations

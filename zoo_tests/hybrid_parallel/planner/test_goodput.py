@@ -10,7 +10,6 @@ from math import exp
 import pytest
 
 from plugins.hybrid_parallel.planner.device import preset
-from plugins.hybrid_parallel.planner.failure_costs import speed_of
 from plugins.hybrid_parallel.planner.goodput import (
     RECOVERIES,
     Costs,
@@ -20,6 +19,7 @@ from plugins.hybrid_parallel.planner.goodput import (
     interval_of,
     recovery_seconds,
     shares,
+    speed_of,
 )
 from plugins.hybrid_parallel.planner.layout import Layout
 

@@ -1,7 +1,7 @@
 """The planner's memory against what ranks hold: states to the byte, activations as torch counts them.
 
 What breaks here first: what a layer saves for its backward pass, or which layers are taken to be alike. Look in
-`plugins/hybrid_parallel/planner/memory_model.py`, `profile.py`, `pruned_model.py` and `stage_map.py`.
+`plugins/hybrid_parallel/planner/rank_memory.py`, `profile.py`, `pruned_model.py` and `stage_map.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from booster import Booster
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.planner.device import PRESETS
 from plugins.hybrid_parallel.planner.layout import Layout
-from plugins.hybrid_parallel.planner.memory_model import StaticMemory, count_static
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
+from plugins.hybrid_parallel.planner.rank_memory import StaticMemory, count_static
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from shardformer.quantised import stored_tensors
 from zoo_tests.campaigns.memory_budgets import cases, train

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plugins.hybrid_parallel import HybridParallelConfig
-from plugins.hybrid_parallel.planner.memory_model import StaticMemory
+from plugins.hybrid_parallel.planner.rank_memory import StaticMemory
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.measured_memory import memory_of, static_memory
 from zoo_tests.harness.ranks import run_on_ranks

@@ -8,8 +8,8 @@ from functools import reduce
 import pytest
 import torch
 
-from plugins.hybrid_parallel.reproducible import exact_sums
-from plugins.hybrid_parallel.reproducible.exact_sums import (
+from plugins.hybrid_parallel.reproducible import reducer
+from plugins.hybrid_parallel.reproducible.reducer import (
     add_multiples,
     from_multiples,
     largest,
@@ -20,7 +20,7 @@ from plugins.hybrid_parallel.reproducible.exact_sums import (
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_sums, "_CHUNK", 50)
+    monkeypatch.setattr(reducer, "_CHUNK", 50)
 
 
 def _values(rows: int = 40, columns: int = 173) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
-from plugins.hybrid_parallel.verify.output_criterion import distance_from_wave
+from plugins.hybrid_parallel.verify.random_batch import distance_from_wave
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_on_rank, train_reference
 from zoo_tests.harness.ranks import run_on_ranks

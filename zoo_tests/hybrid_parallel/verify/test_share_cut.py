@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from plugins.hybrid_parallel.verify.share_cut import share_cut
+from plugins.hybrid_parallel.verify.propose import share_cut
 
 _CONFIG = LlamaConfig(
     vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, use_cache=False

@@ -17,13 +17,12 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, places_in_bucket
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, StateMemory, places_in_bucket
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
-from plugins.hybrid_parallel.zero.grad_norm import norm_of_rank
 from plugins.hybrid_parallel.zero.grouping import check_optimizer
-from plugins.hybrid_parallel.zero.state_memory import StateMemory
+from plugins.hybrid_parallel.zero.reducer import norm_of_rank
 from zoo_tests.cuda_trace.recorder import StepRecorder
 
 SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=12)

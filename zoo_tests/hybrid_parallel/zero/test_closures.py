@@ -1,7 +1,7 @@
 """`optimizer.step(closure)`: the user's optimizer evaluates the closure, with weights and gradients of all ranks.
 
 What breaks here first: an evaluation that sees weights from before what the optimizer has changed, and gradients of an
-earlier evaluation. Look in `plugins/hybrid_parallel/zero/weight_update.py`.
+earlier evaluation. Look in `plugins/hybrid_parallel/zero/optimizer.py`.
 """
 
 from __future__ import annotations

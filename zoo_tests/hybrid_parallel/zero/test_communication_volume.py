@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
-from plugins.hybrid_parallel.zero.comm.shared_memory import PeerSegment
+from plugins.hybrid_parallel.zero.comm.local_peers import PeerSegment
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from zoo_tests.harness.ranks import run_on_ranks
 
@@ -48,7 +48,7 @@ def _train(bucket_size: float, **options: Any) -> tuple[nn.Module, Any]:
 
 def _apart() -> Any:
     """As if every rank were on a machine of its own."""
-    return mock.patch("plugins.hybrid_parallel.zero.comm.choice.meet_neighbours", lambda group: None)
+    return mock.patch("plugins.hybrid_parallel.zero.comm.hierarchical.meet_neighbours", lambda group: None)
 
 
 def _together() -> Any:

@@ -1,7 +1,7 @@
 """Parameters that are frozen and unfrozen between steps, on every layout, against the same script in plain torch.
 
 What breaks here first: two stages that do not agree whether a gradient comes back. Look in
-`plugins/hybrid_parallel/zero/frozen.py` and `pipeline/runtime.py`.
+`plugins/hybrid_parallel/zero/step.py` and `pipeline/runtime.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.assemble import assemble
+from plugins.hybrid_parallel.zero.whole_parameters import assemble
 from shardformer.shard_spec import spec_of
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe
 from zoo_tests.harness.ranks import RankError, distributed, run_on_ranks

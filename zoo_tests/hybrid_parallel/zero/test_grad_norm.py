@@ -1,7 +1,7 @@
 """Norms of gradients of every type, in layouts that hold parameters in every way, against torch's of the whole model.
 
 What breaks here first: a parameter that two ranks have is counted twice, or `nan` is lost between ranks. Look in
-`plugins/hybrid_parallel/zero/grad_norm.py`.
+`plugins/hybrid_parallel/zero/reducer.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """16-bit training: master weights, fp32 accumulation, and the fp16 loss scale over the ranks.
 
 What breaks here first: updates too small for a 16-bit weight, and ranks that disagree about an overflow. Look in
-`plugins/hybrid_parallel/loss/loss_scale.py` and `zero/bucket.py`.
+`plugins/hybrid_parallel/loss/arithmetic.py` and `zero/bucket.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """flash-attn through sharded models, against stand-ins with the real signatures that compute on CPUs.
 
 What breaks here first: a release of transformers whose flash attention finds its package in another way than by
-`module.config._attn_implementation`, see `shardformer/attention/named_kernels.py`.
+`module.config._attn_implementation`, see `shardformer/attention/registry.py`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardformer.attention import backends
-from shardformer.context_parallel import blockwise
-from shardformer.context_parallel.blockwise import Block, Softmax, _has_cuda_kernel, attend
+from shardformer.context_parallel import ring
+from shardformer.context_parallel.ring import Block, Softmax, _has_cuda_kernel, attend
 
 _FLASH = "aten._scaled_dot_product_flash_attention.default"
 _CAUSAL = Block(slice(None), slice(None), is_causal=True)
@@ -80,7 +80,7 @@ def test_what_the_flash_kernel_does_not_serve_is_logged(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(blockwise, "capability_of", lambda device: capability)
+    monkeypatch.setattr(ring, "capability_of", lambda device: capability)
     with FakeTensorMode(), caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert _has_cuda_kernel(*_tensors(size, dtype), _CAUSAL, Softmax(0.1)) == (not message)

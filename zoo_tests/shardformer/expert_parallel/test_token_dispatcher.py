@@ -1,7 +1,7 @@
 """Tokens that travel to experts on other ranks find what they would find at home, and so do their gradients.
 
 What breaks here first: the order of rows that come back, ranks that nothing is sent to, choices of no expert. Look in
-`shardformer/expert_parallel/token_dispatcher.py`.
+`shardformer/expert_parallel/experts.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardformer.expert_parallel.token_dispatcher import ExpertCapacity, TokenDispatcher
+from shardformer.expert_parallel.experts import ExpertCapacity, TokenDispatcher
 from zoo_tests.cuda_trace.recorder import recorded_on_meta
 from zoo_tests.harness.native import EXACT, known
 from zoo_tests.harness.ranks import distributed

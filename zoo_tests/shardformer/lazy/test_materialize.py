@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
-from plugins.hybrid_parallel.zero.assemble import assemble
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
+from plugins.hybrid_parallel.zero.whole_parameters import assemble
 from shardformer import ShardConfig, ShardFormer, record_module_init
-from shardformer.lazy import materialize, pretrained, set_weight_reader, waits_for_values
+from shardformer.lazy import materialize, recording, set_weight_reader, waits_for_values
 from shardformer.lazy.weight_files import read_piece
 from shardformer.shard_spec import ShardSpec
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe, share_of
@@ -251,7 +251,7 @@ def _pieces_read(case: Case, directory: Path) -> tuple[int, int]:
         read.append(read_piece(*args))
         return read[-1]
 
-    with mock.patch.object(pretrained, "read_piece", counted):
+    with mock.patch.object(recording, "read_piece", counted):
         model = Booster(plugin=HybridParallelPlugin(**case.plugin_options)).boost(model)
     return sum(piece.nbytes for piece in read), sum(parameter.nbytes for parameter in model.parameters())
 

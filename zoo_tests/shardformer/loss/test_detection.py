@@ -1,7 +1,7 @@
 """Losses of detectors: those of parts of a batch add up to transformers' own, for images with and without boxes.
 
 What breaks here first: a release of transformers that divides a part of the loss by another number. Look in
-`shardformer/loss/detection.py`.
+`shardformer/loss/perception.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
-from shardformer.loss.one_process import count_own_boxes
-from shardformer.loss.replaced import own_loss_reason
+from shardformer.loss.of_forward import own_loss_reason
+from shardformer.loss.terms import count_own_boxes
 from shardformer.policies.head_losses import head_loss_of
 
 ROWS = (1, 2, 3)  # of the parts

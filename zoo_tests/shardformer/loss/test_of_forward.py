@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.loss.terms import HeadLoss
-from shardformer.policies.plans.tables.proposed import head_loss_builder
+from shardformer.policies.plans.tables.completed import head_loss_builder
 
 _CLASSES = 5
 

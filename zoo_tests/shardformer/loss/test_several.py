@@ -1,7 +1,7 @@
 """Losses that are sums of several means: parts of a batch with other counts for each add up to transformers' own.
 
 What breaks here first: a release of transformers that adds a part to one of these losses. Look in
-`shardformer/loss/several.py`.
+`shardformer/loss/text.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
-from shardformer.loss.replaced import own_loss_reason
+from shardformer.loss.of_forward import own_loss_reason
 from shardformer.policies.head_losses import head_loss_of
 from zoo_tests.zoo.labels import IGNORED
 

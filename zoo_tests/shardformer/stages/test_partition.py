@@ -1,7 +1,7 @@
 """Which layers a stage holds: by count, by cost, by hand.
 
 What breaks here first: layer counts that no number of stages divides. Look in `shardformer/stages/stage.py` and
-`shardformer/stages/partition.py`.
+`shardformer/stages/layout.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardformer import PipelineStageManager
 from shardformer.policies.registry import policy_for
-from shardformer.stages.partition import balanced_split
+from shardformer.stages.layout import balanced_split
 from shardformer.stages.stage import StagePartitioner
 
 

@@ -23,16 +23,14 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWriter, sync_directory
 from plugins.hybrid_parallel.checkpoint.model_files.formats import Unit
 from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, open_for_messages, receive, send
-from plugins.hybrid_parallel.checkpoint.model_files.layout import partial_path, remove_partial_files
-from plugins.hybrid_parallel.checkpoint.model_files.save import Item
-from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
+from plugins.hybrid_parallel.checkpoint.model_files.save import Item, partial_path, remove_partial_files
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
 from shardformer.peft import adapter_configs, kind_of, model_inside
-from shardformer.peft.checks import LAYER_KINDS
-from shardformer.peft.file_names import adapter_tensors
 from shardformer.peft.kinds import is_a, is_adapter_part, is_exactly, name_of, wrapped_layers
+from shardformer.peft.layer_checks import LAYER_KINDS, adapter_tensors
 from shardformer.quantised import is_quantised
 from shardformer.shard_spec import spec_of
 

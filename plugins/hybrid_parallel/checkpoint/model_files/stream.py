@@ -25,15 +25,14 @@ from plugins.hybrid_parallel.checkpoint.model_files.peft import (
     refuse_bare_adapters,
 )
 from plugins.hybrid_parallel.checkpoint.model_files.save import Item, cut_by_size, items_of
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
-from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor, local_tensors
 from plugins.hybrid_parallel.checkpoint.state.model_state import piece_of
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 from shardformer.peft import model_inside
 from shardformer.shard_spec import ShardSpec, spec_of
-from shardformer.utils.bytes import as_bytes
+from shardformer.utils.freed_memory import as_bytes
 
 _Steps = Generator[list[dist.Work], None, dict[str, Tensor]]
 _IN_MEMORY = 4  # buckets: the one in use, the one that arrives, its shards, and their copies in another dtype

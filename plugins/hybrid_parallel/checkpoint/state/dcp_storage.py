@@ -38,9 +38,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWriter
-from plugins.hybrid_parallel.checkpoint.files.tensor_reader import TensorFileReader
-from plugins.hybrid_parallel.checkpoint.files.thread_pool import for_each
+from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileReader, TensorFileWriter, for_each
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, chunk_key
 

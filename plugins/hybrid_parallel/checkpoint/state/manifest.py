@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.files.tensor_file import LENGTH_BYTES, naming, read_header
-from plugins.hybrid_parallel.checkpoint.files.thread_pool import for_each
+from plugins.hybrid_parallel.checkpoint.files.tensor_file import LENGTH_BYTES, for_each, naming, read_header
 from plugins.hybrid_parallel.distributed.checksum import checksum_in_file
 
 FORMAT, VERSION = "hybrid-booster checkpoint", 1

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
-from plugins.hybrid_parallel.checkpoint.state.local_tensors import local_tensors
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor, local_tensors
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicate_axis

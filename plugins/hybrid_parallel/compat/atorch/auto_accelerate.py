@@ -5,9 +5,13 @@ The interface is that of ATorch's function of this name, except that strategies 
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +22,138 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from booster import Booster, launch_from_torch
-from booster.errors import ConfigurationError
+from booster.errors import ConfigurationError, check_names
 from booster.logging import get_logger
-from plugins.hybrid_parallel.compat.atorch.dry_run import Trial, alike, seconds_of
-from plugins.hybrid_parallel.compat.atorch.options import AccelerateOptions
 from plugins.hybrid_parallel.compat.atorch.strategy import Strategy, plugin_of
 from plugins.hybrid_parallel.data.microbatch import to_device
-from plugins.hybrid_parallel.planner.device import preset
+from plugins.hybrid_parallel.distributed.mesh import control_group
+from plugins.hybrid_parallel.planner.device import Device, preset
 from plugins.hybrid_parallel.planner.plan import Job, build_again, plan_for_all_ranks
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
 from shardformer.distributed.random import random_numbers_apart
+
+
+@dataclass(kw_only=True)
+class AccelerateOptions:
+    """Further options of `auto_accelerate`.
+
+    Attributes:
+        optim_args, optim_param_func: the optimizer is `optim_func(optim_param_func(model), **optim_args)`.
+        optimizer: an optimizer, or its class, instead of `optim_func`.
+        prepare_input: called as `prepare_input(batch, device)`; None moves tensors to the device.
+        dataloader_args: arguments of the `DataLoader`; `batch_size` is the **global** batch (default: 8 per rank).
+        lr_scheduler_cls, lr_scheduler_args: the schedule is `lr_scheduler_cls(optimizer, **lr_scheduler_args)`.
+        device: device to plan for, a `Device` or the name of a preset; None measures this machine.
+        precision: training precision; None for "bf16" on GPUs and "fp32" on CPUs.
+        sequence_length: tokens of a sample; None for the length of the dataset's first sample.
+        num_candidates: number of layouts that are tried.
+        num_steps: number of timed steps per layout.
+        excluded: layouts for which `excluded(options)` is true are skipped.
+    """
+
+    optim_args: Mapping[str, Any] | None = None
+    optim_param_func: Callable[[nn.Module], Any] | None = None
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None
+    prepare_input: Callable[[Any, torch.device], Any] | None = None
+    dataloader_args: Mapping[str, Any] | None = None
+    lr_scheduler_cls: Callable[..., Any] | None = None
+    lr_scheduler_args: Mapping[str, Any] | None = None
+    device: str | Device | None = None
+    precision: str | None = None
+    sequence_length: int | None = None
+    num_candidates: int = 3
+    num_steps: int = 3
+    excluded: Callable[[Mapping[str, Any]], bool] | None = None
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> AccelerateOptions:
+        """Create the options from a mapping of names to values.
+
+        Raises:
+            ConfigurationError: there is no such option; the message suggests the nearest name.
+        """
+        check_names(options, [each.name for each in fields(AccelerateOptions)], "auto_accelerate")
+        return AccelerateOptions(**options)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step, over all replicas."""
+        return dict(self.dataloader_args or {}).get("batch_size") or 8 * dist.get_world_size()
+
+
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Setup with which every layout is tried.
+
+    Attributes:
+        build: builds a new copy of the model, on the meta device or with values.
+        optimizer: builds an optimizer of its parameters.
+        criterion: the user's loss, or None.
+        batches: plugin -> iterable of the batches of one replica.
+        steps: number of timed steps.
+    """
+
+    build: Callable[[], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    criterion: Callable[[Any, Any], Any] | None
+    batches: Callable[[HybridParallelPlugin], Any]
+    steps: int
+
+
+def seconds_of(options: Mapping[str, Any], trial: Trial) -> float | None:
+    """Measure the median seconds of a step on the slowest rank; None if the layout fails on any rank.
+
+    All ranks must call this.
+    """
+    try:
+        times = _run(options, trial)
+    except (ConfigurationError, torch.OutOfMemoryError, RuntimeError) as error:
+        _logger.warning("the layout %s fails: %s", dict(options), " ".join(str(error).split())[:200])
+        times = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    slowest = torch.tensor(float("inf") if times is None else statistics.median(times))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=control_group())
+    return None if slowest.isinf() else float(slowest)
+
+
+def _run(options: Mapping[str, Any], trial: Trial) -> list[float]:
+    plugin = HybridParallelPlugin.from_config(dict(options))
+    booster = Booster(plugin=plugin)
+    model = trial.build()
+    model, optimizer = booster.boost(model, trial.optimizer(model.parameters()))
+    batches, times = iter(trial.batches(plugin)), []
+    for _ in range(_WARM_UPS + trial.steps):
+        batch = next(batches, None)
+        if batch is None:
+            batches = iter(trial.batches(plugin))
+            batch = next(batches)
+        began = time.perf_counter()
+        booster.execute_pipeline(iter([batch]), model, trial.criterion, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if plugin.grid.device.type == "cuda":
+            torch.cuda.synchronize(plugin.grid.device)
+        times.append(time.perf_counter() - began)
+    return times[_WARM_UPS:]
+
+
+def alike(optimizer: torch.optim.Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return a function that builds an optimizer of the same class with the same defaults."""
+    defaults = copy.deepcopy(optimizer.defaults)
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        made = type(optimizer)(params, lr=defaults.get("lr", 1e-3))
+        for group in made.param_groups:
+            group |= defaults
+        return made
+
+    return make
+
 
 _logger = get_logger(__name__)
 

@@ -1,27 +1,209 @@
-"""`ThreeDPlugin`: plugin for a `DeepSpeed3DParallelConfig`, which adapts models and batches to the engine."""
+"""`ThreeDPlugin`: plugin for a `DeepSpeed3DParallelConfig`, which adapts models and batches to the engine.
+
+Implement `tie_first`: wrap a bare base model in its family's causal language model with a tied head.
+
+The logits are then computed on the last stage with a weight that is tied to the embedding of the first stage. The
+engine's usual support for tied weights keeps both in sync.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.plugin import TrainingObjects
-from plugins.hybrid_parallel.compat.deepspeed_3d.batches import adapted, names_of_inputs
 from plugins.hybrid_parallel.compat.deepspeed_3d.config import DeepSpeed3DParallelConfig
-from plugins.hybrid_parallel.compat.deepspeed_3d.logits import helper_as_patch
+from plugins.hybrid_parallel.compat.deepspeed_3d.logits import LogitHelper, helper_as_patch, reading_cut_logits
 from plugins.hybrid_parallel.compat.deepspeed_3d.patches import ForwardPatches, find_patched
-from plugins.hybrid_parallel.compat.deepspeed_3d.tied import is_bare, share_config, with_tied_head
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
 from shardformer.compat.atorch.parallel_groups import ParallelGroups
+
+
+def with_tied_head(model: nn.Module, logit_helper: LogitHelper | None) -> nn.Module:
+    """Wrap a bare base model in its family's causal language model; return any other model unchanged.
+
+    A model that already has a head keeps it, tied or not.
+
+    Args:
+        model: the model.
+        logit_helper: computes the logits of the tied head; None for the family's own computation.
+
+    Raises:
+        ConfigurationError: the family has no head that consists only of the embedding, or `logit_helper` was given for
+            a model that is not bare.
+    """
+    if is_bare(model):
+        return _causal_model(model)
+    name = type(model).__name__
+    if logit_helper is not None:
+        raise ConfigurationError(
+            f"logit_helper computes logits from the input embedding, and {name} is no base model of transformers "
+            "without a head; use logit_helper=None, or boost the base model alone"
+        )
+    _logger.info("tie_first changes nothing: %s is no base model of transformers without a head", name)
+    return model
+
+
+def is_bare(model: nn.Module) -> bool:
+    """Check whether this is a base model of transformers without a head, such as `LlamaModel`."""
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel) and model.base_model is model and model.get_output_embeddings() is None
+
+
+def _causal_model(base: nn.Module) -> nn.Module:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    name, embedding = type(base).__name__, base.get_input_embeddings()
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(base.config), None)
+    if cls is None or not isinstance(embedding, nn.Embedding):
+        raise ConfigurationError(
+            f"tie_first=True finds no causal language model of the family of {name}; use tie_first=False, where "
+            "loss_func gets the hidden states"
+        )
+    config = copy.deepcopy(base.config)
+    config.tie_word_embeddings = True
+    with torch.device("meta"):  # only shapes are needed: weights outside of the base model are refused or tied
+        whole = cls(config)
+    prefix = cls.base_model_prefix
+    if type(getattr(whole, prefix, None)) is not type(base):
+        raise ConfigurationError(
+            f"tie_first=True: {cls.__name__} is not built around a {name}; boost a {cls.__name__}, or use "
+            "tie_first=False"
+        )
+    setattr(whole, prefix, base)
+    head = whole.get_output_embeddings()
+    own = [key for key, tensor in _own_tensors(whole, prefix) if tensor is not getattr(head, "weight", None)]
+    if own or head is None or head.weight.shape != embedding.weight.shape:
+        raise ConfigurationError(
+            f"tie_first=True: the logits of {cls.__name__} need more than the embedding of {name}"
+            + (f", {', '.join(own[:3])}" if own else "")
+            + f"; boost a {cls.__name__} with weights of its own, or use tie_first=False"
+        )
+    head.weight = embedding.weight
+    whole.training = head.training = base.training
+    share_config(base, base.config, whole.config)
+    return whole
+
+
+def _own_tensors(whole: nn.Module, prefix: str) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers outside of the base model."""
+    named = [*whole.named_parameters(remove_duplicate=False), *whole.named_buffers()]
+    return [(key, tensor) for key, tensor in named if not key.startswith(f"{prefix}.")]
+
+
+def share_config(base: nn.Module, old: object, new: object) -> None:
+    """Replace the configuration object `old` by `new` in all modules of `base`.
+
+    As in a model that is built at once, all modules then share one configuration. The object `old` is not modified.
+    """
+    for module in base.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new
+
+
+LossFunction = Callable[[Any, Any], Any]
+_FORM = "((inputs...), (labels...)), or a mapping of the model's keyword arguments"
+
+
+def names_of_inputs(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the positional parameters of a model's forward."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+class PairLoss:
+    """Criterion of `execute_pipeline` that calls a loss function of logits and labels.
+
+    Args:
+        loss_func: (logits, labels) -> mean over samples, or (sum, count).
+        model: the model that computed the logits; they stay sharded over the vocabulary if its head is.
+        names: names of the labels in a batch, in order.
+        is_tuple: whether `loss_func` takes a tuple of labels or a single tensor.
+    """
+
+    reads_parallel_logits = True
+
+    def __init__(self, loss_func: LossFunction, model: nn.Module, names: Sequence[str], is_tuple: bool) -> None:
+        self.loss_func, self.model = loss_func, model
+        self.own_entries, self.is_tuple = tuple(names), is_tuple
+
+    def __call__(self, outputs: Any, microbatch: Mapping[str, Any]) -> Any:
+        """Compute the user's loss from the outputs and the labels of a micro-batch."""
+        labels = tuple(microbatch[name] for name in self.own_entries)
+        with reading_cut_logits(self.model):
+            return self.loss_func(_logits_of(outputs), labels if self.is_tuple else labels[0])
+
+
+def adapted(
+    batch: Any, names: Sequence[str], model: nn.Module, criterion: LossFunction | None, needs_loss: bool
+) -> tuple[Any, Callable[[Any, Any], Any] | None]:
+    """Convert a batch to a mapping, and the loss function to a criterion for it.
+
+    If the batch is a mapping, both are returned unchanged.
+
+    Args:
+        batch: a mapping, or ((inputs...), (labels...)).
+        names: names of the model's inputs, in order.
+        model: the model, for the criterion.
+        criterion: the user's loss function, or None.
+        needs_loss: whether a loss is required.
+
+    Raises:
+        ConfigurationError: the batch has another form or more inputs than the model, or a required loss function is
+            missing.
+    """
+    if isinstance(batch, Mapping):
+        return batch, criterion
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        what = f"{len(batch)} elements" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+        raise ConfigurationError(f"a batch is {what}; let batch_fn return {_FORM}")
+    inputs, labels = batch
+    is_tuple = isinstance(labels, tuple | list)
+    labels = labels if is_tuple else (labels,)
+    given = _by_name(inputs, names)
+    if criterion is None:
+        if needs_loss:
+            raise ConfigurationError(
+                "a batch of ((inputs...), (labels...)) says nothing about the loss; give execute_pipeline a "
+                "criterion=loss_func, which is called as loss_func(logits, labels)"
+            )
+        return given, None
+    labels = {f"labels[{number}]": value for number, value in enumerate(labels)}
+    return {**given, **labels}, PairLoss(criterion, model, tuple(labels), is_tuple)
+
+
+def _by_name(inputs: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Map inputs to their parameter names in the model's forward; None inputs are left out."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if len(inputs) > len(names):
+        raise ConfigurationError(
+            f"a batch has {len(inputs)} inputs, and the model's forward takes {len(names)} by position "
+            f"({', '.join(names)}); use so many at most"
+        )
+    return {name: value for name, value in zip(names, inputs, strict=False) if value is not None}
+
+
+def _logits_of(outputs: Any) -> Any:
+    """Return the input of the loss: the logits, or the hidden states of a model without a head."""
+    if isinstance(outputs, Mapping):
+        return outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
+    return outputs[0] if isinstance(outputs, tuple) else outputs
+
 
 _logger = get_logger(__name__)
 _AXES = {"tensor": "tp_size", "data": "dp_size", "pipeline": "pp_size"}

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from plugins.hybrid_parallel.zero.comm.local_peers import LocalPeers, open_segments
-from plugins.hybrid_parallel.zero.comm.shared_memory import PeerSegment, SharedSegment
+from plugins.hybrid_parallel.zero.comm.local_peers import LocalPeers, PeerSegment, SharedSegment, open_segments
 from shardformer.distributed.collectives import all_gather_flat, reduce_scatter_flat
 
 # Meanings of the numbers that ranks send each other.

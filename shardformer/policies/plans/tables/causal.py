@@ -6,9 +6,17 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from shardformer.loss.heads import own_loss
-from shardformer.loss.several import codebooks_of_sound
-from shardformer.loss.text import causal_lm, classes_of_tokens, masked_lm
+from shardformer.loss.heads import USUAL_HEAD_LOSSES, own_loss, with_further_entries
+from shardformer.loss.terms import HeadLoss
+from shardformer.loss.text import (
+    causal_lm,
+    causal_lm_of_tokens,
+    classes_of_tokens,
+    codebooks_of_sound,
+    conditional_generation,
+    masked_lm,
+    words_and_answers,
+)
 from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.execution_order import ExecutionOrder
 from shardformer.policies.plans.tables.naming import GATED, GATED_PARTS, LLAMA, self_attention
@@ -314,4 +322,28 @@ PLANS = {
     "xglm": DeclaredPlan(
         {**_DECODER, "self_attn": "draws_per_rank"}, _DECODER_LOCAL, first={"embed_positions": ZeroEmbedding}
     ),
+}
+
+
+def _without_z_loss(model: nn.Module) -> HeadLoss | None:
+    """Return the causal loss, unless the model adds the squared normalisers of its logits to it."""
+    return None if model.z_loss_coefficient else causal_lm(model)
+
+
+HEAD_LOSSES = {
+    # Compute the usual losses in their own forward.
+    **dict.fromkeys(("eurobert", "gemma3", "qwen3_5", "ultrabert", "ultravbert"), USUAL_HEAD_LOSSES),
+    **{
+        family: {**USUAL_HEAD_LOSSES, f"{prefix}ForConditionalGeneration": causal_lm_of_tokens}
+        for family, prefix in (
+            ("granite_speech", "GraniteSpeech"),
+            ("granite_speech_plus", "GraniteSpeechPlus"),
+            ("qwen2_audio", "Qwen2Audio"),
+        )
+    },
+    "bamba": {"BambaForCausalLM": _without_z_loss},
+    "lxmert": {"LxmertForPreTraining": words_and_answers},
+    "vibevoice": {
+        "VibeVoiceForConditionalGeneration": with_further_entries(conditional_generation, "acoustic_loss_mask")
+    },
 }

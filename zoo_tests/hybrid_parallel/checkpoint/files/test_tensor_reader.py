@@ -15,9 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from plugins.hybrid_parallel.checkpoint.files import tensor_reader
-from plugins.hybrid_parallel.checkpoint.files.tensor_file import DTYPE_NAMES, TensorFileWriter, read_header
-from plugins.hybrid_parallel.checkpoint.files.tensor_reader import TensorFileReader
+from plugins.hybrid_parallel.checkpoint.files import tensor_file
+from plugins.hybrid_parallel.checkpoint.files.tensor_file import (
+    DTYPE_NAMES,
+    TensorFileReader,
+    TensorFileWriter,
+    read_header,
+)
 
 _RANGES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 3)), max_size=4)
 
@@ -47,7 +51,7 @@ def test_any_rectangle_of_a_tensor(
     if target == "transposed":
         found = torch.empty(lengths[::-1], dtype=dtype).permute(tuple(range(len(lengths)))[::-1])
     with pytest.MonkeyPatch.context() as patch, TensorFileReader(tmp_path / "f") as file, warnings.catch_warnings():
-        patch.setattr(tensor_reader, "_MAPPED", mapped)
+        patch.setattr(tensor_file, "_MAPPED", mapped)
         warnings.simplefilter("error")  # torch's about memory that cannot be written
         file.read("x", offsets, lengths, found)
     assert _bits(found) == _bits(expected)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plugins.hybrid_parallel.checkpoint.state.optimizer_state import OptimizerLoad
-from plugins.hybrid_parallel.zero.stepper import StepAtOnce
+from plugins.hybrid_parallel.zero.step import StepAtOnce
 
 PRESENT = {"lr": 0.1, "fused": None, "capturable": False}
 

@@ -19,8 +19,16 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins import hybrid_parallel
-from plugins.hybrid_parallel.compat.deepspeed_3d.ds_config import Bf16, DeepSpeedConfig, Fp16, Zero, read_ds_config
-from plugins.hybrid_parallel.compat.deepspeed_3d.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from plugins.hybrid_parallel.compat.deepspeed_3d.ds_config import (
+    Bf16,
+    DeepSpeedConfig,
+    Fp16,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    Zero,
+    read_ds_config,
+)
 
 
 def _options(values: dict[str, Any], dp_size: int = 2) -> dict[str, Any]:

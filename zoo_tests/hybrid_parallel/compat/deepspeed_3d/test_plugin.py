@@ -37,9 +37,8 @@ from plugins.hybrid_parallel import (
     HybridParallelPlugin,
     vocab_parallel_cross_entropy,
 )
-from plugins.hybrid_parallel.compat.deepspeed_3d.batches import adapted, names_of_inputs
 from plugins.hybrid_parallel.compat.deepspeed_3d.patches import ForwardPatches, find_patched
-from plugins.hybrid_parallel.compat.deepspeed_3d.tied import with_tied_head
+from plugins.hybrid_parallel.compat.deepspeed_3d.plugin import adapted, names_of_inputs, with_tied_head
 from shardformer import TPInfo
 from shardformer.utils.module_paths import ends_in
 

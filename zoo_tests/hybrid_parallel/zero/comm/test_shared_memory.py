@@ -27,10 +27,16 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.comm.choice import exchange_of
 from plugins.hybrid_parallel.zero.comm.collectives import P2PCollectives, SharedMemoryCollectives, ZeroCollectives
-from plugins.hybrid_parallel.zero.comm.shared_memory import PeerSegment, SharedSegment
-from plugins.hybrid_parallel.zero.comm.signal_sockets import Listener, SignalSocket, SignalSockets, connect
+from plugins.hybrid_parallel.zero.comm.hierarchical import exchange_of
+from plugins.hybrid_parallel.zero.comm.local_peers import (
+    Listener,
+    PeerSegment,
+    SharedSegment,
+    SignalSocket,
+    SignalSockets,
+    connect,
+)
 from zoo_tests.harness.ranks import run_on_ranks, under_load
 
 CPU = torch.device("cpu")
@@ -134,7 +140,7 @@ def test_what_an_ended_rank_has_said_is_heard() -> None:
 
 _TWO_THAT_END = """
 import os, socket
-from plugins.hybrid_parallel.zero.comm.signal_sockets import SignalSocket, SignalSockets
+from plugins.hybrid_parallel.zero.comm.local_peers import SignalSocket, SignalSockets
 
 ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 is_second = os.fork() == 0
@@ -213,9 +219,9 @@ def _train(exchange: type[ZeroCollectives] | None, accumulates: bool, overlap: b
     model = nn.Sequential(nn.Embedding(11, 16), *(nn.Linear(16, 16) for _ in range(8)))
     made = contextlib.nullcontext()
     if exchange is not None:
-        made = mock.patch("plugins.hybrid_parallel.zero.comm.choice.SharedMemoryCollectives", exchange)
+        made = mock.patch("plugins.hybrid_parallel.zero.comm.hierarchical.SharedMemoryCollectives", exchange)
         if exchange is P2PCollectives:
-            made = mock.patch("plugins.hybrid_parallel.zero.comm.choice.meet_neighbours", lambda group: None)
+            made = mock.patch("plugins.hybrid_parallel.zero.comm.hierarchical.meet_neighbours", lambda group: None)
     with made:
         plugin = HybridParallelPlugin(zero_bucket_size_in_mb=0.001, overlap_allgather=overlap)
         booster = Booster(plugin=plugin)

@@ -1,0 +1,166 @@
+"""What a rank of an elastic job knows of it, and what ranks and their agent tell each other through files.
+
+A name for each round of an elastic job, which all of its ranks have and no earlier round had.
+
+torchrun keeps one store for all rounds of a job, with the keys of ranks that are gone. `TORCHELASTIC_RESTART_COUNT`
+does not tell rounds apart: an agent counts the failures of its own ranks alone, and machines that join or leave are no
+failures at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+# Environment variable of a rank: an `ElasticPlace` as JSON.
+VARIABLE = "BOOSTER_ELASTIC"
+_LEAVE, _LIMIT, _MODULES, _PIECES, _FOLDER = "leave", "limit", "modules.json", "pieces", "folder"
+
+
+@dataclass(frozen=True)
+class ElasticPlace:
+    """Place of a rank in an elastic job.
+
+    Attributes:
+        memory: directory in the memory of this machine, which outlives the rank.
+        min_ranks, max_ranks: number of ranks that the job may have.
+        round: number of the round, from 1.
+        events: file to which times of events are appended; "" for none.
+    """
+
+    memory: str
+    min_ranks: int
+    max_ranks: int
+    round: int
+    events: str = ""
+
+    def to_json(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ElasticPlace:
+        """Read the value of the environment variable."""
+        return cls(**json.loads(text))
+
+    @property
+    def pieces(self) -> Path:
+        """Directory of the pieces of snapshots on this machine."""
+        return Path(self.memory) / _PIECES
+
+    def note(self, event: str, **values: Any) -> None:
+        """Append the time of an event to the file of events."""
+        note(self.events, event, round=self.round, **values)
+
+    def is_asked_to_leave(self) -> bool:
+        """Return whether this round is to end at the next step boundary."""
+        return (Path(self.memory) / f"{_LEAVE}-{self.round}").exists()
+
+    def ask_to_leave(self) -> None:
+        """Have this round end at the next step boundary; the agent calls this."""
+        (Path(self.memory) / f"{_LEAVE}-{self.round}").touch()
+
+    def set_limit(self, num_ranks: int) -> None:
+        """Ask for rounds of at most this many ranks while there are no more than now."""
+        write_at_once(Path(self.memory) / f"{_LIMIT}-{self.round}", str(num_ranks))
+
+    def limit(self) -> int | None:
+        """Return the limit that a rank of this round has set."""
+        path = Path(self.memory) / f"{_LIMIT}-{self.round}"
+        return int(path.read_text()) if path.exists() else None
+
+    def tell_modules(self, names: Iterator[str]) -> None:
+        """Tell the fork server which modules ranks import."""
+        path = Path(self.memory) / _MODULES
+        if not path.exists():
+            write_at_once(path, json.dumps(list(names)))
+
+    def modules(self) -> list[str]:
+        """Return the modules that ranks import; none before a rank has told."""
+        path = Path(self.memory) / _MODULES
+        return json.loads(path.read_text()) if path.exists() else []
+
+    def set_folder(self, folder: Path) -> None:
+        """Say where on disk the state is to be kept if the job cannot go on."""
+        path = Path(self.memory) / _FOLDER
+        if not path.exists() or path.read_text() != str(folder):
+            write_at_once(path, str(folder))
+
+    def folder(self) -> Path | None:
+        """Return where on disk the state is to be kept; None before a rank has said it."""
+        path = Path(self.memory) / _FOLDER
+        return Path(path.read_text()) if path.exists() else None
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Write a file that readers see complete or not at all."""
+    hidden = path.with_name(f".{path.name}-{os.getpid()}")
+    hidden.write_text(text, encoding="utf-8")
+    hidden.rename(path)
+
+
+def note(path: str, event: str, **values: Any) -> None:
+    """Append the wall-clock time of an event to a file of JSON lines; nothing without a path."""
+    if path:
+        line = json.dumps({"time": time.time(), "event": event, **values}) + "\n"
+        with open(path, "ab", buffering=0) as file:
+            file.write(line.encode())  # in one call, so that lines of several processes do not mix
+
+
+_POLL_S = 0.05
+
+
+def agree_on_round(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """Return the name that rank 0 has given this round; all ranks of the round must call this.
+
+    Each rank asks with a new number, so that an answer to an earlier holder of its rank is none to it.
+
+    Raises:
+        TimeoutError: a rank did not join within `timeout_s` seconds.
+    """
+    if rank == 0:
+        return _answer(store, world_size, timeout_s)
+    number = uuid.uuid4().hex
+    store.set(f"asks/{rank}", number)
+    answer = f"answer/{rank}/{number}"
+    try:
+        store.wait([answer], timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        raise TimeoutError(
+            f"rank 0 did not join the job within timeout_s={timeout_s:g}; look at why, or give a longer time in "
+            "launch_from_torch(timeout_s=...)"
+        ) from None
+    name = store.get(answer).decode()
+    store.add(f"{name}/has_it", 1)
+    return name
+
+
+def _answer(store: dist.Store, world_size: int, timeout_s: float) -> str:
+    """Answer all ranks, some of them more than once: the first number may be that of a rank that is gone."""
+    name = uuid.uuid4().hex
+    asks = [f"asks/{rank}" for rank in range(1, world_size)]
+    answered: dict[int, str] = {}
+    until = time.monotonic() + timeout_s
+    while (num_ready := store.add(f"{name}/has_it", 0)) < world_size - 1:
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"{world_size - 1 - num_ready} of {world_size} ranks did not join the job within "
+                f"timeout_s={timeout_s:g}; look at why, or give a longer time in launch_from_torch(timeout_s=...)"
+            )
+        if store.check(asks):
+            numbers = dict(enumerate((number.decode() for number in store.multi_get(asks)), start=1))
+            fresh = {rank: number for rank, number in numbers.items() if answered.get(rank) != number}
+            if fresh:
+                store.multi_set([f"answer/{rank}/{number}" for rank, number in fresh.items()], [name] * len(fresh))
+            answered |= fresh
+        time.sleep(_POLL_S)
+    return name

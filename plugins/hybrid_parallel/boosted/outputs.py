@@ -1,0 +1,303 @@
+"""Outputs of micro-batches on the last stage: descriptions by which other ranks allocate them, and reasons why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data.microbatch import stand_in, without_rows
+from plugins.hybrid_parallel.pipeline.outputs import are_parts_of_row
+from shardformer.context_parallel.zigzag import ZigzagSharding
+from shardformer.distributed.blocks import joined_blocks
+from shardformer.distributed.collectives import gather_from_region
+from shardformer.layers.lm_head import VocabParallelLMHead
+from shardformer.loss.routers import ASKED
+
+LOSS, AUX_LOSS = "loss", "aux_loss"
+CACHE_WITHHELD = "is not filled by the passes of a pipeline; use model.generate(…), which keeps a cache on each stage"
+SCORES_WITHHELD = "lies on the stages, each with that of its own layers; outputs.aux_loss is that of all"
+ROUTERS_WITHHELD = "needs the router scores of all stages for whole sequences, which no rank has"
+_WITHHELD = "withheld"
+_PLAINLY = "call the model with pp_size=1 (a checkpoint opens under any layout)"
+
+
+def describe_outputs(
+    results: Sequence[Mapping[str, Any]], coupled: Collection[str], rows: int, lengths: Sequence[int] | None
+) -> dict[str, Any]:
+    """Describe outputs in a JSON-serializable form, by name; those that are None are left out.
+
+    Args:
+        results: outputs of each micro-batch.
+        coupled: names of outputs whose rows depend on other samples of the batch.
+        rows: number of samples; 0 for a placeholder.
+        lengths: tokens of each micro-batch, if they are parts of one row.
+    """
+    described = {}
+    for name, value in {name: value for result in results for name, value in result.items()}.items():
+        if any(name not in result for result in results):
+            described[name] = _withheld(f"is of some of {len(results)} micro-batches alone; {_PLAINLY}")
+        elif name in coupled and len(results) > 1:
+            described[name] = _withheld(
+                f"compares all samples of a batch, which is cut into {len(results)} micro-batches; compute it from the "
+                "embeddings among the outputs, or use num_microbatches=1"
+            )
+        elif value is not None:
+            described[name] = _describe([result[name] for result in results], name == LOSS, rows, lengths)
+    return described
+
+
+def reason_withheld(node: Any) -> str | None:
+    """Return why an output cannot be read, as the end of a sentence that begins with its name; None if it can."""
+    if isinstance(node, list):
+        return next((reason for reason in map(reason_withheld, node) if reason is not None), None)
+    if "differ" in node:
+        return (
+            f"has shapes {node['differ']} in micro-batches, which cannot be put together; use num_microbatches=1, or "
+            "do not read it"
+        )
+    return node.get(_WITHHELD)
+
+
+def build(node: Any, make: Callable[[Mapping[str, Any]], Tensor]) -> Any:
+    """Build an output from its description; `make` returns each tensor."""
+    return tuple(build(each, make) for each in node) if isinstance(node, list) else make(node)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return the tensors of an output, or of its description."""
+    return list(_flat(value))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+def joined(parts: Sequence[Tensor], is_sum: bool, lengths: Sequence[int] | None) -> Tensor:
+    """Return the parts of an output together: their sum, their rows, or the tokens of one row (`lengths`)."""
+    if is_sum:
+        return torch.stack(list(parts)).sum(0)
+    return torch.cat(list(parts), 0 if lengths is None else 1) if parts[0].dim() else parts[0].contiguous()
+
+
+def _describe(values: Sequence[Any], is_sum: bool, num_rows: int, lengths: Sequence[int] | None) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        return _describe_tensors(values, is_sum, num_rows, lengths)
+    if type(first) in (tuple, list):
+        return [_describe(parts, is_sum, num_rows, lengths) for parts in zip(*values, strict=True)]
+    return _withheld(f"is a {type(first).__name__}, which a pipeline does not send between ranks; {_PLAINLY}")
+
+
+def _describe_tensors(
+    values: Sequence[Tensor], is_sum: bool, num_rows: int, lengths: Sequence[int] | None
+) -> dict[str, Any]:
+    shapes = [list(value.shape) for value in values]
+    shape = shapes[0]
+    if not is_sum and len(values) > 1:
+        if not shape:
+            return _withheld(f"is one number of each micro-batch; use num_microbatches=1, or {_PLAINLY}")
+        if lengths is not None:
+            if not are_parts_of_row(shapes, lengths):
+                return {"differ": shapes}
+            shape = [1, sum(lengths), *shape[2:]]
+        elif any(each[1:] != shape[1:] for each in shapes):
+            return {"differ": shapes}
+    if shape and not is_sum and lengths is None:
+        shape = [sum(each[0] for each in shapes), *shape[1:]]
+        held = [each[0] for each in shapes if each[0]]  # placeholders hold nothing
+        parts = torch.arange(num_rows).tensor_split(len(held) or 1)
+        if any(count * num_rows != shape[0] * len(part) for count, part in zip(held, parts, strict=False)):
+            return _withheld(f"has shapes {shapes} in micro-batches, which have no samples along dim 0; {_PLAINLY}")
+    return {
+        "dtype": str(values[0].dtype).removeprefix("torch."),
+        "shape": shape,
+        "needs_grad": any(value.requires_grad for value in values),
+    }
+
+
+def _withheld(reason: str) -> dict[str, str]:
+    return {_WITHHELD: reason}
+
+
+@dataclass
+class OutputGradients:
+    """What the backward pass of a micro-batch starts from: its outputs, and the gradients that the user's loss gives.
+
+    Attributes:
+        result: outputs of the micro-batch, with their graph.
+        index: of the micro-batch.
+        num_microbatches: of the batch.
+        lengths: tokens of each micro-batch, if they are parts of one row.
+        grads: (output, position in it) -> gradient for the whole batch.
+    """
+
+    result: Mapping[str, Any]
+    index: int
+    num_microbatches: int
+    lengths: tuple[int, ...] | None
+    grads: Mapping[tuple[str, int], Tensor]
+    requires_grad: bool = True
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return outputs of the micro-batch with their gradients."""
+        pairs = []
+        for (name, position), grad in self.grads.items():
+            tensor = leaves(self.result[name])[position]
+            if tensor.requires_grad:
+                pairs.append((tensor, grad if name == LOSS or not grad.dim() else self._part(grad)))
+        return pairs
+
+    def _part(self, grad: Tensor) -> Tensor:
+        if self.lengths is not None:
+            return grad.split(self.lengths, 1)[self.index]
+        return grad.tensor_split(self.num_microbatches)[self.index]
+
+
+def with_whole_logits(outputs: Any, module: nn.Module) -> Any:
+    """Return `outputs` of `module` with logits gathered over the vocabulary-parallel ranks."""
+    head = next((each for each in module.modules() if isinstance(each, VocabParallelLMHead)), None)
+    if head is None or not isinstance(outputs, Mapping):
+        return outputs
+
+    def whole(value: Any) -> Any:
+        local_rows = head.weight.shape[1 if head.transposed else 0]
+        value = joined_blocks(value, -1)
+        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != local_rows:
+            return value
+        return gather_from_region(value, value.dim() - 1, head.group)[..., : head.full_out_features]
+
+    logits = {key: whole(value) for key, value in outputs.items() if key.endswith("logits")}
+    return type(outputs)(**{**outputs, **logits})
+
+
+def with_whole_sequences(outputs: Any, axis: ZigzagSharding | None) -> Any:
+    """Gather outputs of this rank's part of each sequence; None for `axis` if they are of whole sequences."""
+    if axis is None:
+        return outputs
+    length = axis.latest.length
+    part = 2 * axis.chunk(length)
+
+    def whole(value: Any) -> Any:
+        is_part = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == part
+        return axis.gather(value, length) if is_part else value
+
+    if not isinstance(outputs, Mapping):
+        return whole(outputs)
+    return type(outputs)(**{key: whole(value) for key, value in outputs.items()})
+
+
+def forward_with_aux_loss(model: Any, args: tuple, inputs: dict[str, Any]) -> Any:
+    """Run a pass without labels; its auxiliary loss is that of the whole sequences of the replica.
+
+    Args:
+        model: the boosted model.
+        args, inputs: of the wrapped model's forward.
+
+    Raises:
+        ConfigurationError: if the family's auxiliary loss cannot be computed from sums over parts.
+    """
+    has_rows = bool(args) or not model.options.is_empty(inputs)
+    balance = model.losses.balance_without_labels([inputs] if has_rows else [])
+    if balance is None:
+        raise ConfigurationError(
+            "output_router_logits=True adds outputs.aux_loss of whole sequences, of which each rank has a part; use "
+            "output_router_logits=False, or cp_size=1 and sequence_parallelism_mode='split_gather'"
+        )
+    given = inputs if has_rows else stand_in(inputs, model.options.media_tokens)
+    with balance.watching(0, 0):
+        outputs = model.module(*args, **{**given, ASKED: False})
+    outputs = model.whole_sequences(outputs)
+    outputs = type(outputs)(**{**outputs, AUX_LOSS: balance.loss_of_replica()})
+    return outputs if has_rows else without_rows(outputs)
+
+
+_NOT_FETCHED = object()
+
+
+class WithheldError(ConfigurationError, AttributeError):
+    """An output that the plain model has and a pipeline does not give; `hasattr` finds none."""
+
+
+class StageOutputs(dict[str, Any]):
+    """Outputs by name, by attribute and by position, as transformers' `ModelOutput`; each is fetched when first read.
+
+    Reading a value for the first time is collective: all ranks of the pipeline must read it.
+
+    Args:
+        names: names of the outputs, in order.
+        fetch: name -> value, on all ranks of the pipeline.
+        withheld: name -> why the output of the plain model cannot be read; such outputs are not listed.
+    """
+
+    def __init__(self, names: Iterable[str], fetch: Callable[[str], Any], withheld: Mapping[str, str]) -> None:
+        super().__init__(dict.fromkeys(names, _NOT_FETCHED))
+        # Not in the mapping: `vars` would list it among the outputs.
+        object.__setattr__(self, "_fetch", fetch)
+        object.__setattr__(self, "_withheld", withheld)
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if not isinstance(key, str):
+            return self.to_tuple()[key] if isinstance(key, slice) else self[list(self.keys())[key]]
+        self._refuse_withheld(key)
+        value = super().__getitem__(key)
+        if value is _NOT_FETCHED:
+            value = self._fetch(key)
+            self[key] = value
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if name.startswith("__"):
+            raise AttributeError(f"the model's outputs have no {name}")
+        self._refuse_withheld(name)
+        return None  # as an optional field of a `ModelOutput`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def _refuse_withheld(self, name: str) -> None:
+        if name in self._withheld:
+            raise WithheldError(f"outputs.{name} {self._withheld[name]}")
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def __repr__(self) -> str:
+        """Name the outputs without fetching them."""
+        return f"{type(self).__name__}({', '.join(self.keys())})"
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an output, or `default` if the model has none of that name."""
+        self._refuse_withheld(key)
+        return self[key] if key in self else default  # noqa: SIM401 (dict.get would not fetch it)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Fetch and remove an output."""
+        if key in self:
+            default = (self[key],)
+            del self[key]
+        elif not default:
+            raise KeyError(key)
+        return default[0]
+
+    def values(self) -> list[Any]:
+        """Fetch and return all outputs."""
+        return [self[name] for name in self.keys()]
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Fetch and return all outputs with their names."""
+        return [(name, self[name]) for name in self.keys()]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Fetch and return all outputs in order."""
+        return tuple(self.values())

@@ -1,0 +1,260 @@
+"""Checks of the objects given to `boost`: harmless wrappers are removed, objects of other engines are refused."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from booster.errors import ConfigurationError
+from booster.logging import get_logger
+from booster.wrappers import ModelWrapper, OptimizerWrapper
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from shardformer.expert_parallel.experts import expert_modules
+from shardformer.expert_parallel.router_bias import router_biases
+from shardformer.peft import adapter_configs, check_adapters, model_inside
+from shardformer.quantised import is_quantised, kind_of_layer, quantised_layers, quantised_name
+from shardformer.utils.forward_syntax import reads_of_forward
+
+_logger = get_logger(__name__)
+_COMPILED = "_orig_mod"  # attribute in which torch.compile keeps the original module
+_BOOSTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were given, and changed
+
+
+def model_as_given(model: nn.Module) -> nn.Module:
+    """Return the model to shard, without `torch.compile` wrappers; wrappers of sub-modules are removed in place.
+
+    Raises:
+        ConfigurationError: if another engine has changed the model.
+    """
+    if isinstance(model, ModelWrapper):
+        raise ConfigurationError("boost() got a model that boost() has returned before; boost a model once")
+    if torch.empty(0).device.type == "meta":
+        raise ConfigurationError(
+            "the default device of torch is 'meta', on which what boost() makes has no values; leave the context of "
+            'torch.device("meta"), or call torch.set_default_device(None); build large models in LazyInitContext'
+        )
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    engines = (DistributedDataParallel, DataParallel, *([fsdp] if fsdp else []))
+    for path, module in model.named_modules():
+        if module in _BOOSTED:
+            raise ConfigurationError(
+                f"boost() got a model that was boosted before{f' (at {path})' if path else ''}; boost a model once, "
+                "and use what boost() returned"
+            )
+        if isinstance(module, engines):
+            raise ConfigurationError(
+                f"boost() got a model in {type(module).__name__}{f' (at {path})' if path else ''}; leave that out: "
+                "boost() shares out batches and averages gradients by itself"
+            )
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    name = next((name for name, param in model.named_parameters() if dtensor and isinstance(param, dtensor)), None)
+    if name is not None:
+        raise ConfigurationError(
+            f"{name} is already cut over ranks (a DTensor); give boost() the whole model, without fully_shard, "
+            "tp_plan or device_mesh"
+        )
+    devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
+    if len(devices) > 1:
+        raise ConfigurationError(
+            f"device_map has spread the model over {', '.join(devices)}; load it without device_map: boost() puts "
+            "each rank's share on its device"
+        )
+    return _without_compiler(model)
+
+
+def remember_as_boosted(model: nn.Module) -> None:
+    """Have later calls of `boost` refuse a model that this one has changed."""
+    _BOOSTED.add(model)
+
+
+def check_optimizers_as_given(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that another engine steps.
+
+    Raises:
+        ConfigurationError: if one was boosted before, or comes from accelerate.
+    """
+    for optim in optimizers:
+        if isinstance(optim, OptimizerWrapper):
+            raise ConfigurationError("boost() got an optimizer that boost() has returned before; boost a model once")
+        if hasattr(optim, "accelerator_state"):
+            raise ConfigurationError(
+                "boost() got an optimizer that Accelerator.prepare returned; give the one inside, optimizer.optimizer"
+            )
+
+
+def _without_compiler(model: nn.Module) -> nn.Module:
+    found = _inside(model)
+    compiled = found is not model
+    for module in list(found.modules()):
+        for name, child in module._modules.items():
+            if child is not None and _inside(child) is not child:
+                module._modules[name], compiled = _inside(child), True
+        if module._compiled_call_impl is not None:  # set by `module.compile()`
+            module._compiled_call_impl, compiled = None, True
+    if compiled:
+        _logger.warning(
+            "%s was compiled and is trained uncompiled: torch.compile cannot trace communication between ranks; "
+            "compile_layers=True compiles each layer between these",
+            type(found).__name__,
+        )
+    return found
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """Return the module inside wrappers of `torch.compile`."""
+    while _COMPILED in module._modules:
+        module = module._modules[_COMPILED]
+    return module
+
+
+_ENOUGH = 1_000_000  # tokens that no batch has
+
+
+def _capacity(router: nn.Module) -> tuple[str, str] | None:
+    capacity = router.expert_capacity
+    if capacity is not None and capacity >= _ENOUGH:
+        return None
+    drops = f"drops tokens of the whole batch that an expert has no place for (expert_capacity={capacity})"
+    return drops, f", or expert_capacity={_ENOUGH}, which drops none"
+
+
+def _statistics(_: nn.Module) -> tuple[str, str]:
+    return "normalises latents by statistics of the whole batch", ""
+
+
+def _halves(xlnet: nn.Module) -> tuple[str, str] | None:
+    backwards = "gives the second half of a batch other positions than the first (bi_data=True)"
+    return (backwards, ", or bi_data=False") if xlnet.bi_data else None
+
+
+# Class of a module -> what it does to a batch, and what else the user can do; None where it keeps samples apart.
+_MIXERS: Mapping[str, Callable[[nn.Module], tuple[str, str] | None]] = {
+    "DogeCDMoE": lambda _: ("routes all tokens of a batch together (is_moe=True)", ", or is_moe=False"),
+    "GradiumPhononTTSForConditionalGeneration": _statistics,
+    "NllbMoeTop2Router": _capacity,
+    "PocketTTSForConditionalGeneration": _statistics,
+    "XLNetModel": _halves,
+}
+
+
+def cuts_batch(config: HybridParallelConfig, num_replicas: int) -> bool:
+    """Return whether a batch becomes several micro-batches, or shares of `num_replicas`."""
+    parts = config.pipeline.num_microbatches or config.parallel.pp_size
+    return num_replicas > 1 or parts > 1 or config.pipeline.microbatch_size is not None
+
+
+def mixed_samples(model: nn.Module) -> tuple[str, str] | None:
+    """Return how outputs for one sample depend on the others, and a way out; None if nothing but losses does.
+
+    Batch norms are not meant: everyone expects statistics of a part from them, and `boost` logs it.
+    """
+    found = (_MIXERS[type(each).__name__](each) for each in model.modules() if type(each).__name__ in _MIXERS)
+    return next((each for each in found if each is not None), None)
+
+
+def refuse_mixed_samples(config: HybridParallelConfig, model: nn.Module, num_replicas: int) -> None:
+    """Check that no module mixes the samples of a batch which is cut.
+
+    Raises:
+        ConfigurationError: if one does; the message says what would do.
+    """
+    found = mixed_samples(model)
+    if found is not None and cuts_batch(config, num_replicas):
+        reason, way_out = found
+        raise ConfigurationError(
+            f"{type(model).__name__} {reason}; use one replica and num_microbatches=1 (tp_size or pp_size takes the "
+            f"ranks){way_out}"
+        )
+
+
+def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
+    """Check that the layout supports what the model contains, before anything is changed.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    parallel = config.parallel
+    sizes = {name: getattr(parallel, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
+    check_adapters(model, [f"{name}={size}" for name, size in sizes.items() if size > 1])
+    _check_head(model_inside(model), parallel.tp_size)
+    _check_experts(model_inside(model), config)
+    packed = quantised_name(model_inside(model))
+    if packed is not None or getattr(model_inside(model), "hf_quantizer", None) is not None:
+        _check_quantised(model, packed, config)
+
+
+def _check_head(model: nn.Module, tp_size: int) -> None:
+    """Refuse a forward of the user's, or of a kernel library, that multiplies by the weight of the head itself."""
+    forward = getattr(vars(model).get("forward"), "__func__", type(model).forward)
+    is_known = getattr(forward, "__module__", "").startswith("transformers.")  # its policy knows what it reads
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") and not is_known else None
+    if tp_size == 1 or head is None:
+        return
+    path = next(path for path, module in model.named_modules() if module is head)
+    try:
+        paths = {read.path for read in reads_of_forward(model)}
+    except OSError:  # no source
+        return
+    for weight in (f"{path}.weight", "get_output_embeddings.weight"):
+        if any(f"{each}.".startswith(f"{weight}.") and not each.endswith((".dtype", ".device")) for each in paths):
+            raise ValueError(
+                f"the forward of this {type(model).__name__} reads {path}.weight, as fused losses do, and tp_size="
+                f"{tp_size} leaves a rank a part of it; call self.{path}(hidden_states), or use tp_size=1 (dp, pp work)"
+            )
+
+
+def _check_experts(model: nn.Module, config: HybridParallelConfig) -> None:
+    """Refuse options of routers where there are none, or none of whose experts tokens can be counted."""
+    name, rate = type(model).__name__, config.policy.moe_router_bias_update_rate
+    if rate and not router_biases(model):
+        raise ValueError(
+            f"moe_router_bias_update_rate={rate} finds no router in {name} with a bias for the choice of experts in "
+            "stacked parameters (e_score_correction_bias, expert_bias); use moe_router_bias_update_rate=0"
+        )
+    if config.policy.count_expert_load and next(expert_modules(model), None) is None:
+        raise ValueError(
+            f"count_expert_load=True finds no experts in stacked parameters in {name}; use count_expert_load=False"
+        )
+
+
+def _check_quantised(model: nn.Module, packed: str | None, config: HybridParallelConfig) -> None:
+    """Refuse quantised weights without adapters, and those of which it is not known how they are cut."""
+    inside, tp_size = model_inside(model), config.parallel.tp_size
+    name, what = type(inside).__name__, f"{packed} is packed" if packed is not None else "its weights are packed"
+    if packed is not None and not adapter_configs(model):
+        raise ValueError(
+            f"a quantised {name} ({what}) has no weights that can be trained; wrap it by peft's get_peft_model, or "
+            "load it without quantization_config"
+        )
+    if config.mixed_precision.precision == "fp8":
+        raise ValueError(
+            f"precision='fp8' cannot multiply the quantised weights of this {name} ({what}); use precision='bf16'"
+        )
+    for path, module, kind in quantised_layers(inside):
+        if (problem := kind.unusable(module)) is not None:
+            raise ValueError(f"{path} has {problem}")
+    unknown = _first_unknown(inside)
+    if tp_size > 1 and (unknown is not None or packed is None):
+        raise ValueError(
+            f"tp_size={tp_size} cannot shard a quantised {name}: {unknown or 'its weights'} of a kind that is not "
+            "known; use the linear layers of bitsandbytes, tp_size=1 (dp and pp work), or load it without "
+            "quantization_config"
+        )
+
+
+def _first_unknown(model: nn.Module) -> str | None:
+    """Return which quantised parameter belongs to no layer that can be cut: "NAME is"; None if all do."""
+    for path, module in model.named_modules():
+        own = _quantised_of(module) if kind_of_layer(module) is None else None
+        if own is not None:
+            return f"{path}.{own} is"
+    return None
+
+
+def _quantised_of(module: nn.Module) -> str | None:
+    return next((name for name, parameter in module.named_parameters(recurse=False) if is_quantised(parameter)), None)
