@@ -1,4 +1,4 @@
-"""Loading of functions and classes that installed packages register as entry points."""
+"""What installed plugins add: entry points, `auto_accelerate` and `verify`; a warning of modules that hide them."""
 
 from __future__ import annotations
 

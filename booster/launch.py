@@ -1,4 +1,4 @@
-"""Joining the job: process group, device, seeds and failure monitor.
+"""Joining the job, by torchrun or SLURM: process group, device, seeds and failure monitor.
 
 This is the only module that reads a job's environment variables.
 """

@@ -1,4 +1,4 @@
-"""Packed data sets: the items of a data set, documents of any length, put into rows of at most a number of tokens."""
+"""Packed data sets: documents of any length in rows of at most a number of tokens, their collator and their sampler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many samples a batch has: the number by which micro-batches are cut, and replicas are weighted.
+"""How many samples a batch has, and how rows are shared so that replicas have equal work.
 
 The entries of most batches have a row for each sample. Others list the parts of all samples, as the nodes of graphs,
 crops or boxes do. The model's main input and texts are known to have a row for each sample; where entries disagree and

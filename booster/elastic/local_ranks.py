@@ -1,4 +1,4 @@
-"""The ranks of this machine: started by the fork server, watched, and ended."""
+"""The ranks of this machine: started by the fork server, watched, ended, and the memory that they leave."""
 
 from __future__ import annotations
 

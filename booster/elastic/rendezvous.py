@@ -1,4 +1,4 @@
-"""Where agents meet: a store that the leader holds, and what they write into it."""
+"""Where agents meet: a store that the leader holds, what they write into it, and the rounds of a job."""
 
 from __future__ import annotations
 

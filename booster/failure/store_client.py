@@ -1,4 +1,4 @@
-"""Client of the job's store, by which ranks exchange failures. A separate thread makes all calls to the store.
+"""Client of the job's store, by which ranks exchange failures and rank 0 asks the others for their parts.
 
 A store that hangs (its process is stopped) must not block the monitoring of the processes of this machine.
 

@@ -1,4 +1,4 @@
-"""Options of accelerate's `Accelerator` that cannot hold next to a plugin, each refused in one sentence."""
+"""Options of accelerate's `Accelerator` that cannot hold next to a plugin, and the environment that it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of `Accelerator` that writes and opens folders of training states, under any layout."""
+"""The parts of `Accelerator` that join values over replicas, and write and open folders of training states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A boosted loader as accelerate's loops expect one."""
+"""Boosted loaders, optimizers and schedulers as accelerate's loops expect them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a boosted Trainer: a Hugging Face directory, with the training state of any layout."""
+"""What a boosted Trainer writes: checkpoints for any layout, and the meter's figures in its logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher's part of a profile: a folder to write to, and one trace and one sentence at the end."""
+"""The launcher's part of a profile: a folder to write to, and the traces of all ranks as one, with one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StepProfile: traces some training steps of this rank."""
+"""StepProfile: traces some training steps of this rank, and their memory."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def folder_of(module: str, package: str) -> str | None:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports, at any level of nesting."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Yield the dotted names that a file imports when it is imported: not in functions, nor for type checkers."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from booster import failure
 from booster.errors import ConfigurationError
-from booster.extensions import load_extension
-from booster.launch import debug_is_asked
+from booster.launch import debug_is_asked, elastic_place
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.boosted.user_loop import UserLoop, agree
@@ -32,7 +31,6 @@ from plugins.hybrid_parallel.debug.consistency import check_options
 from plugins.hybrid_parallel.distributed.agreement import broadcast_json, naming_ranks
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, announce_grid, build_mesh
-from plugins.hybrid_parallel.elastic.layouts import for_present_ranks
 from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_optimizer
 from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas, share_of_counted
 from plugins.hybrid_parallel.loss.replica_losses import LossKind, loss_and_count, over_replicas
@@ -44,8 +42,6 @@ from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients, co
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.attention import log_once
 from shardformer.utils.freed_memory import return_freed_memory
-
-_EXTENSIONS = "plugins.hybrid_parallel"  # entry points
 
 
 class HybridParallelPlugin(Plugin):
@@ -65,7 +61,12 @@ class HybridParallelPlugin(Plugin):
     """
 
     def __init__(self, /, **options: Any) -> None:
-        options, self._plans = for_present_ranks(options)
+        self._plans = None
+        if elastic_place() is not None:
+            # Imported here: few jobs are elastic.
+            from plugins.hybrid_parallel.elastic.layouts import for_present_ranks
+
+            options, self._plans = for_present_ranks(options)
         config = HybridParallelConfig.from_options(**options)
         self.config = replace(config, debugging=replace(config.debugging, debug=True)) if debug_is_asked() else config
         if dist.is_initialized():
@@ -124,8 +125,10 @@ class HybridParallelPlugin(Plugin):
         Raises:
             ConfigurationError: if these do not fit each other or the world size.
         """
-        # Loaded as an extension, because it derives from this class.
-        return load_extension(_EXTENSIONS, "from_3d_config")(config, parallel_config, **overrides)
+        # Imported here, because it derives from this class.
+        from plugins.hybrid_parallel.compat.deepspeed_3d.plugin import ThreeDPlugin
+
+        return ThreeDPlugin(config, parallel_config, **overrides)
 
     # ----- where this rank is -----
 
@@ -366,8 +369,10 @@ class HybridParallelPlugin(Plugin):
 
     def verify(self, model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], **options: Any) -> Any:
         """Run `booster.verify` with the options of this plugin."""
-        # Loaded as an extension, because it trains with this class.
-        return load_extension(_EXTENSIONS, "verify")(model_fn, batch, self.config, **options)
+        # Imported here, because it trains with this class.
+        from plugins.hybrid_parallel.verify.own_model import verify_own_model
+
+        return verify_own_model(model_fn, batch, self.config, **options)
 
     def model_flops(self, model: nn.Module, batch: Mapping[str, Any]) -> float | None:
         """Return the FLOPs of the whole model's forward pass of a batch, by the planner's count."""

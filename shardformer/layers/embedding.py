@@ -1,4 +1,4 @@
-"""Embeddings sharded over the axis: by rows (a vocabulary), or by columns that belong to heads (position biases)."""
+"""Embeddings sharded by rows (a vocabulary) or by columns that belong to heads, and range checks of their ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Materialization: gives values to a model that was built, and sharded, on the meta device."""
+"""Materialization: gives values to a model that was built, and sharded, on the meta device; empty copies."""
 
 from __future__ import annotations
 

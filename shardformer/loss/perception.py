@@ -1,4 +1,4 @@
-"""Losses of detectors, which match predicted boxes with those of each image (DETR, Carion et al. 2020).
+"""Losses of image and sound heads, and of detectors, which match predicted boxes with those of each image (DETR).
 
 Their labels are a list with a dict of targets for each image. transformers divides most parts of the loss by the number
 of boxes of the batch; DETR's own loss of classes is a mean over queries, weighted by their classes.

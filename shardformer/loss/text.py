@@ -1,4 +1,4 @@
-"""Losses of text heads."""
+"""Losses of text heads, and of models with several heads."""
 
 from __future__ import annotations
 

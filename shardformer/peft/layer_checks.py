@@ -1,4 +1,4 @@
-"""Check which layers of peft support a sharding of the model; others are refused before anything is changed."""
+"""Check which layers and files of peft support a sharding of the model; others are refused before a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split-gather sequence parallelism (arXiv 2205.05198, section 4.2).
+"""Split-gather sequence parallelism (arXiv 2205.05198, section 4.2), and positions that modules count in a part.
 
 Between the tensor-parallel regions of a layer every rank holds `[batch, seq/tp, hidden]`. `enter` splits the sequence
 before the stack of layers and `leave` gathers it afterwards; a tensor-parallel region starts with `gather` and ends

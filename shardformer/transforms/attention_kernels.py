@@ -1,4 +1,4 @@
-"""Which kernel the attentions of a sharded model run, and what they exchange around it."""
+"""Which kernel the attentions of a sharded model run, what they exchange around it, and the scores that they return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the forward of a class does, read from its syntax tree: known blocks, activations, and loops over layers."""
+"""What the forward of a class does and reads, from its syntax tree: known blocks, activations, loops over layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Return of freed memory to the system, while a model is built from tensors that live shortly.
+"""Memory that a model frees while it is built, returned to the system, and byte counts as text.
 
 glibc takes blocks below a threshold from one heap. The threshold grows to 32 MiB as larger blocks are freed. A block
 that is freed in the middle of the heap stays resident as a hole, and smaller blocks break up the hole: whole tensors

@@ -1,4 +1,4 @@
-"""What is found by a walk over all modules of a model whose structure no longer changes."""
+"""What is found by a walk over all modules of a model, and lists of names in sentences."""
 
 from __future__ import annotations
 

@@ -56,6 +56,8 @@ MAY_PATCH = (
 # transformers need the others.
 BROUGHT_BY_OTHERS = {"apex", "fused_layer_norm_cuda", "xformers", "torchmetrics", "tqdm"}
 MAX_FILE = 600
+MIN_FILE = 75  # lines of a file that one other of its folder imports
+MAX_IMPORTS_IN_FUNCTIONS = 46
 MAX_LOOSE = 6  # files at the top of a package
 MAX_FUNCTION = 60
 
@@ -106,10 +108,10 @@ def modules() -> dict[str, Path]:
 
 @cache
 def needed_by(name: str) -> frozenset[str]:
-    """Modules of the library that `name` imports anywhere: at the top, in functions, and for type checkers."""
+    """Modules of the library that `name` imports when it is imported: not in functions, nor for type checkers."""
     known = modules()
     needed = set()
-    for target in imports_in(ast.walk(tree_of(known[name]))):
+    for target in imports_in(at_import_time(tree_of(known[name]))):
         module = target if target in known else target.rpartition(".")[0]
         if module in known and module != name:
             needed.add(module)
@@ -192,6 +194,37 @@ def test_no_circle_of_folders() -> None:
 def test_little_lies_loose(package: str) -> None:
     loose = [path.name for path in (REPOSITORY / package).glob("*.py")]
     assert len(loose) <= MAX_LOOSE, loose
+
+
+def test_few_imports_wait_for_a_call() -> None:
+    """Each is of a feature that few jobs use, or of a slow package, and says so; a circle is no reason."""
+    found = [
+        f"{named(path)}:{node.lineno}"
+        for path in files_of(*LIBRARY)
+        for function in ast.walk(tree_of(path))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in OURS
+    ]
+    assert len(set(found)) <= MAX_IMPORTS_IN_FUNCTIONS, found
+
+
+def test_no_thin_file() -> None:
+    """A file of a few lines that one other of its folder imports is a part of that one."""
+    importers: dict[str, set[str]] = {}
+    for name in modules():
+        for needed in needed_by(name):
+            importers.setdefault(needed, set()).add(name)
+    thin = [
+        name
+        for name, path in modules().items()
+        if path.name != "__init__.py"
+        and name.partition(".")[0] != "hybrid_booster"
+        and len(path.read_text(encoding="utf-8").splitlines()) < MIN_FILE
+        and {each.rpartition(".")[0] for each in importers.get(name, ())} == {name.rpartition(".")[0]}
+        and len(importers[name]) == 1
+    ]
+    assert not thin, thin
 
 
 def test_a_circle_is_found() -> None:

@@ -1,7 +1,7 @@
 """ZeRO stages and `zero_size`: the same numbers as plain training, whatever ranks keep of gradients and states.
 
-What breaks here first: a pass whose shard is lost or counted twice (`plugins/hybrid_parallel/zero/backward_checks.py`), and
-copies of a shard that differ.
+What breaks here first: a pass whose shard is lost or counted twice
+(`plugins/hybrid_parallel/zero/backward_checks.py`), and copies of a shard that differ.
 """
 
 from __future__ import annotations

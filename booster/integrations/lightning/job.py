@@ -1,4 +1,4 @@
-"""What Trainer and Fabric ask any strategy: where a rank is, and values of all data-parallel replicas."""
+"""What Trainer and Fabric ask any strategy: where a rank is, values of all replicas, and folders of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts and libraries do to a boosted model besides calling it: set attributes, trace it, replace its weights.
+"""What scripts and libraries ask of a boosted model and do to it, apart from calls.
 
 Each has the effect that it has on the plain model, or raises an error that says what to do instead.
 """

@@ -1,4 +1,4 @@
-"""Outputs of micro-batches on the last stage: descriptions by which other ranks allocate them, and reasons why not."""
+"""Outputs of a boosted model: values on the last stage that other ranks read, and whole sequences and vocabularies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command-line options that describe a layout, and their conversion to options of the plugin."""
+"""Command-line options that describe a layout: their checks, and their conversion to options of the plugin."""
 
 from __future__ import annotations
 

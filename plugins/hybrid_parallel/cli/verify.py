@@ -1,4 +1,4 @@
-"""`booster verify`: check that a model trains the same under a layout as unsharded, or find the first difference."""
+"""`booster verify`: check that a model trains the same under a layout as unsharded, or propose a plan that does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of kernels: which of them run, and which activations are recomputed."""
+"""Options of kernels and precision: which of them run, in which dtypes, and which activations are recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options for reproducing, recording and checking a training."""
+"""Options for reproducing, recording and checking a training, and what `reproducible=True` excludes."""
 
 from __future__ import annotations
 

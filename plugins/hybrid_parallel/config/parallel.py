@@ -1,4 +1,4 @@
-"""Options of the mesh: ranks on each axis, their placement, and who shares a sequence."""
+"""Options of the mesh and of the model's policy: ranks on each axis, their placement, and what is sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of gradients and optimizer states: who holds them, and when ranks exchange them."""
+"""Options of gradients and optimizer states: who holds them, when ranks exchange them, and what is offloaded."""
 
 from __future__ import annotations
 

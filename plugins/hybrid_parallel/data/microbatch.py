@@ -1,4 +1,4 @@
-"""Splitting of a batch into micro-batches.
+"""Splitting of a batch into micro-batches, and how many there are.
 
 Micro-batches of a batch that is one row of packed documents: the row is cut where documents start.
 

@@ -1,4 +1,4 @@
-"""Sharding of samplers and iterable datasets: each replica gets a share, and every sample is in exactly one."""
+"""Sharding of samplers and iterable datasets: each sample is in one replica's share, and the order can be resumed."""
 
 from __future__ import annotations
 

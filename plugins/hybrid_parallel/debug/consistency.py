@@ -1,4 +1,4 @@
-"""Comparison of the state that ranks share: parameters, tied weights, learning rates, loss scale, random streams.
+"""Comparison of the state that ranks share: options, parameters, tied weights, rates, loss scale, random streams.
 
 Only checksums are exchanged. If two differ, the ranks that share the tensor exchange it to measure the difference.
 """

@@ -1,4 +1,4 @@
-"""Checksums that tell whether two tensors, or a tensor and its bytes in a file, are the same."""
+"""Checksums that tell whether two tensors, or a tensor and its bytes in a file, are the same; tensors read in parts."""
 
 from __future__ import annotations
 

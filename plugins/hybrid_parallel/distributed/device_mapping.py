@@ -1,4 +1,4 @@
-"""Placement of shards on ranks that the user gives by device names."""
+"""The device of this rank, and the placement of shards on ranks that the user gives by device names."""
 
 from __future__ import annotations
 

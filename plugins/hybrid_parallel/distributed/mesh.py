@@ -1,4 +1,4 @@
-"""The grid of ranks: axes `pp`, `dp`, `cp`, `tp`, the last varying fastest."""
+"""The grid of ranks: axes `pp`, `dp`, `cp`, `tp`, the last varying fastest, and where it lies on machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout for the ranks that are there, where they are fewer than those that the script's layout is for.
+"""The layout for the ranks that are there, and the step boundary at which all leave so that others can join.
 
 Plans made ahead: the best layout for every number of ranks that an elastic job may have left.
 
@@ -190,9 +190,8 @@ _OF_SEQUENCES = ("enable_sequence_parallelism", "sequence_parallelism_mode", "en
 def for_present_ranks(options: dict[str, Any]) -> tuple[dict[str, Any], PlansAhead]:
     """Return the options of a plugin for the ranks that are there, and what plans for other numbers of ranks.
 
-    Outside of an elastic job, or with as many ranks as its `--max-ranks`, these are the options as given. In a job with
-    too few ranks for any layout, or with a number of ranks that none fits, all ranks leave, and ask for a round with
-    fewer.
+    With as many ranks as the job's `--max-ranks`, these are the options as given. In a job with too few ranks for any
+    layout, or with a number of ranks that none fits, all ranks leave, and ask for a round with fewer.
 
     Args:
         options: keywords of `HybridParallelPlugin`, for the largest number of ranks.
@@ -201,8 +200,6 @@ def for_present_ranks(options: dict[str, Any]) -> tuple[dict[str, Any], PlansAhe
         ConfigurationError: the options are invalid, or no layout fits; raised on all ranks.
     """
     place = elastic_place()
-    if place is None:
-        return options, PlansAhead()
     if not dist.is_initialized():
         raise ConfigurationError(
             "HybridParallelPlugin() of an elastic job must know how many ranks are there; call launch_from_torch() "

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, and snapshots in the memory of machines that an elastic job goes on from."""
+"""Checkpoints on disk, and snapshots in the memory of machines from which an elastic job resumes under any layout."""
 
 from __future__ import annotations
 
@@ -117,16 +117,16 @@ _MEMORY = "memory:"  # begins the names of snapshots, where a checkpoint has its
 
 
 class MemoryCheckpointIO(HybridParallelCheckpointIO):
-    """Adds snapshots in memory to checkpoints on disk: the newest of both is what a job goes on from.
+    """Adds snapshots in memory to checkpoints on disk; a job resumes from the newer of the two.
 
     Args:
         mesh: mesh of ranks.
-        plans: layouts for other numbers of ranks.
+        plans: layouts for other numbers of ranks, in an elastic job.
     """
 
-    def __init__(self, mesh: HybridMesh, plans: PlansAhead) -> None:
+    def __init__(self, mesh: HybridMesh, plans: PlansAhead | None = None) -> None:
         super().__init__(mesh)
-        self._plans = plans
+        self._plans = plans or PlansAhead()
         self._number = 0  # of the last snapshot
         self._round: _SnapshotRound | None = None
         self._is_first = True

@@ -1,4 +1,4 @@
-"""Pieces of snapshots: what one rank leaves of the training state in the memory of a machine.
+"""Files of snapshots: what one rank leaves of the training state in memory, its copy next door, and the newest.
 
 A piece is a safetensors file with the rectangles of whole tensors that the rank writes to a checkpoint, and a JSON file
 that describes them. The JSON file appears last, by a rename: a piece without it is not complete. Pieces of the last two

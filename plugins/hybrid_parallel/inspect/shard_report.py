@@ -1,4 +1,4 @@
-"""Report of the parameters that each rank of a layout holds.
+"""Report of the parameters that each rank of a layout holds, as data, JSON and HTML.
 
 The model is sharded on the meta device, without devices or weights.
 """

@@ -1,4 +1,4 @@
-"""How much of a long run is training when machines fail: a simulation, and the interval between checkpoints."""
+"""How much of a long run is training when machines fail: a simulation, its costs, and the checkpoint interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build a pruned model, sharded for one rank of a layout, and track which of its parts runs."""
+"""Build a model of one layer of each kind, sharded for one rank of a layout, and track which of its parts runs."""
 
 from __future__ import annotations
 

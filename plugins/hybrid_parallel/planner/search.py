@@ -1,4 +1,4 @@
-"""Search the layouts of a model on a number of devices, and rank those that fit by step time."""
+"""The search space of layouts, and those of them that fit, ranked by step time."""
 
 from __future__ import annotations
 

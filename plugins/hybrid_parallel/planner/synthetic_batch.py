@@ -1,4 +1,4 @@
-"""Make a batch of the right shapes for a model; the planner uses only sizes, never values."""
+"""Make a batch of the right shapes for a model, and what packing changes in the cost of its attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the objects given to `boost`: harmless wrappers are removed, objects of other engines are refused."""
+"""Checks of what `boost` is given: wrappers, objects of other engines, contents and modules that a layout excludes."""
 
 from __future__ import annotations
 

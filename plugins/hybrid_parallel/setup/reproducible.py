@@ -1,4 +1,4 @@
-"""Steps of `configure` for `reproducible=True`."""
+"""Steps of `configure` for `reproducible=True`, and the number of blocks of tensor-parallel layers."""
 
 from __future__ import annotations
 

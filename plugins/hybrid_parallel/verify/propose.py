@@ -1,4 +1,4 @@
-"""Search for a plan that trains exactly: train a tiny model with each part of a derived plan, and keep what agrees."""
+"""Search for a plan that trains exactly: train a tiny model with each part of a derived plan, keep what agrees."""
 
 from __future__ import annotations
 

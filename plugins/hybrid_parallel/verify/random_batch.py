@@ -1,4 +1,4 @@
-"""Make random batches for any head class: ragged text, images or sound, with the labels of the head."""
+"""Make random batches for any head class: ragged text, images or sound, with labels or a loss of the outputs."""
 
 from __future__ import annotations
 

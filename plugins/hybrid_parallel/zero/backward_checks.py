@@ -1,4 +1,4 @@
-"""Refusal of backward passes whose gradients would differ from the gradients of the global batch."""
+"""Which backward pass completes which gradients, and refusal of those that would differ from the global batch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access to a bucket's gradients for user code between the backward pass and the step."""
+"""The gradients of a bucket: one flat tensor in which those of all passes add up, and the user's access to it."""
 
 from __future__ import annotations
 

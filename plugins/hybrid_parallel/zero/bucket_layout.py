@@ -1,4 +1,4 @@
-"""Layout of a bucket's flat memory: offsets of the parameters, and the shard of each rank."""
+"""Layout of a bucket's flat memory: offsets of the parameters, the shard of each rank, and where values come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GradientReducer: takes gradients from the backward pass and reduces them to their shards."""
+"""GradientReducer: takes gradients from the backward pass, reduces them to their shards, and computes their norms."""
 
 from __future__ import annotations
 

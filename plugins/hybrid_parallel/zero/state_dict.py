@@ -1,4 +1,4 @@
-"""State dicts of a boosted optimizer, which hold a rank's pieces, and of a plain one, which hold whole states."""
+"""State dicts and parameter groups of a boosted optimizer, which hold a rank's pieces or whole states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs of a step of the optimizer: its options, its parameters, and the record of its passes.
+"""A step of the user's optimizer: its inputs, its parameters, and the runs over buckets or over parts.
 
 Stepper: runs the step of the user's optimizer, and keeps its states where they belong.
 

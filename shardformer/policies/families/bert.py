@@ -1,4 +1,4 @@
-"""BERT and RoBERTa."""
+"""BERT, RoBERTa and the families with their module names: ELECTRA, DistilBERT and others."""
 
 from __future__ import annotations
 

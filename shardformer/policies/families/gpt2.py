@@ -1,4 +1,4 @@
-"""GPT-2."""
+"""GPT-2 and GPT-Neo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ViT, and DeiT, which has the same module names."""
+"""ViT, and DeiT and BEiT, which have the same module names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PlanPolicy: a policy built from a model's tensor-parallel plan.
+"""PlanPolicy: a policy built from a model's tensor-parallel plan, or of attention alone.
 
 A plan maps paths with `*` for numbers ("layers.*.self_attn.q_proj") to styles. Each style is lowered to a change that
 the engine makes; an unknown style is rejected by name. The stage layout is inferred from the module tree: the plan

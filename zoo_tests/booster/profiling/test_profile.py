@@ -1,7 +1,7 @@
 """`booster run --profile N`: one trace of all ranks, their memory, and one sentence, whatever the loop.
 
-What breaks here first: a private part of torch's traces (`booster/profiling/report.py`), or an optimizer whose `step` is
-not a method.
+What breaks here first: a private part of torch's traces (`booster/profiling/report.py`), or an optimizer whose `step`
+is not a method.
 """
 
 from __future__ import annotations

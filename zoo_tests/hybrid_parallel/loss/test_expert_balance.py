@@ -1,7 +1,8 @@
 """Biases of routers follow the load of the experts over all ranks, by the rule of one process in plain torch.
 
 What breaks here first: tokens that are counted twice (recomputation, placeholders of empty shares) or not at all (parts
-of sequences). Look in `shardformer/expert_parallel/router_bias.py` and `plugins/hybrid_parallel/loss/expert_balance.py`.
+of sequences). Look in `shardformer/expert_parallel/router_bias.py` and
+`plugins/hybrid_parallel/loss/expert_balance.py`.
 """
 
 from __future__ import annotations

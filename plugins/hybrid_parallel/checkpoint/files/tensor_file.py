@@ -1,4 +1,4 @@
-"""Writer of safetensors files, one tensor at a time.
+"""Writer and reader of safetensors files, for one tensor and for parts of tensors at a time.
 
 `safetensors.save_file` needs all tensors of a file at once. This writer needs only their names, dtypes and shapes in
 advance. Each tensor is written without a copy, and the caller may free it before it produces the next one.

@@ -1,4 +1,4 @@
-"""Gathering of sharded tensors on the first rank of a process group."""
+"""Gathering of sharded tensors: on the first rank of a group for files, or as a state dict on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving of a model as a Hugging Face directory, one tensor at a time.
+"""Saving of a model as a Hugging Face directory, one tensor at a time, published in one rename.
 
 The tensors of a pipeline stage are distributed over files, and the files over the data-parallel replicas of the stage
 (with expert parallelism, over groups of replicas that together hold all experts). The first rank of each such group

@@ -1,4 +1,4 @@
-"""Background saves: at most one at a time; a failure is raised by the next call."""
+"""Saves in the background: a copy of the state is staged, and one save at a time is written."""
 
 from __future__ import annotations
 

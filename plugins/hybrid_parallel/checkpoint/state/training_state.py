@@ -1,4 +1,4 @@
-"""The complete training state of a rank: taking a snapshot of it, and restoring it."""
+"""The complete training state of a rank, random states included: taking a snapshot of it, and restoring it."""
 
 from __future__ import annotations
 

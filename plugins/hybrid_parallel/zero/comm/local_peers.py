@@ -1,4 +1,4 @@
-"""Detection of ranks on one machine, and the connections between them.
+"""Ranks on one machine: who they are, sockets for small messages, and memory that they read from each other.
 
 Sockets on which the ranks of one machine send each other numbers.
 

@@ -1,4 +1,4 @@
-"""Plans of causal language models without a plan in transformers."""
+"""Plans of causal language models without a plan in transformers, and losses of heads that need no plan."""
 
 from __future__ import annotations
 
