@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
-from plugins.hybrid_parallel.boosted.model_api import WholeModel, WholeModelView, method_as_declared
+from plugins.hybrid_parallel.boosted.model_api import ModelApi, WholeModel, method_as_declared
 from plugins.hybrid_parallel.boosted.outputs import (
     AUX_LOSS,
     forward_with_aux_loss,
@@ -108,7 +108,7 @@ class ShardContext:
     units: Units | None = None
 
 
-class HybridParallelModel(WholeModelView):
+class HybridParallelModel(ModelApi):
     """This rank's shard of a model.
 
     It is called like the wrapped model: `model(**batch)`. The loss in its outputs is the mean over the global batch of

@@ -79,6 +79,71 @@ def _modules_of(model: nn.Module) -> nn.Module | str:
         return f"its modules cannot be copied ({type(error).__name__}: {error})"
 
 
+_SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class method_as_declared:  # noqa: N801 (a decorator)
+    """Decorator of a method whose signature, on each object, is `declared(object)`.
+
+    `inspect.signature(model.forward)` is how Trainer finds the columns of a dataset that a model reads.
+
+    Args:
+        declared: object -> signature to show, without `self`; None to show the method's own.
+    """
+
+    def __init__(self, declared: Callable[[Any], inspect.Signature | None]) -> None:
+        self.declared = declared
+
+    def __call__(self, method: Callable[..., Any]) -> method_as_declared:
+        """Take the method."""
+        self.method = method
+        functools.update_wrapper(self, method)
+        return self
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        """Return the method, bound to `instance`; it is made once and kept in the instance's attributes."""
+        if instance is None:
+            return self.method
+        signature, method = self.declared(instance), self.method
+        if signature is None:
+            return MethodType(method, instance)
+
+        @functools.wraps(method)
+        def shown(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        shown.__signature__ = signature.replace(parameters=[_SELF, *signature.parameters.values()])
+        return vars(instance).setdefault(method.__name__, MethodType(shown, instance))
+
+
+class OnAnotherStage(nn.Module):
+    """Stands for a module that another pipeline stage holds; it can be asked for, and every use of it is refused.
+
+    Args:
+        what: the module, as the model names it.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._problem = f"the {what} of this model lies on another pipeline stage; change or read it before boost()"
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigurationError(self._problem)
+
+    forward = register_forward_hook = register_forward_pre_hook = register_full_backward_hook = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(self._problem)
+
+
+def size_asked_of(model: nn.Module) -> dict[tuple[bool, bool], int]:
+    """Return what `model.num_parameters` says: (only trainable, without embeddings) -> number; empty if it cannot."""
+    if not hasattr(model, "num_parameters"):
+        return {}
+    flags = (False, True)
+    return {(trainable, inner): model.num_parameters(trainable, inner) for trainable in flags for inner in flags}
+
+
 _OURS = ("booster.", "plugins.", "shardformer.")
 _FINISHED = "_is_surface"  # attribute of a model whose own attributes are set
 # What scripts read of DistributedDataParallel and set in it, without effect here.
@@ -96,13 +161,18 @@ _PARTS_OF_DDP = frozenset(
 )
 
 
-class ModelSurface(GuardedModel):
-    """A boosted model as other code sees it: with the attributes and the names of the wrapped one.
+class ModelApi(GuardedModel):
+    """A boosted model as other code sees it: with the attributes, names and sizes of the model that `boost` was given.
 
     Args:
         module: the sharded model.
         mesh: the grid of ranks.
+
+    Attributes:
+        origin: what is known of the model that `boost` was given.
     """
+
+    origin: WholeModel
 
     def __init__(self, module: nn.Module, mesh: HybridMesh) -> None:
         super().__init__(module, mesh)
@@ -251,125 +321,7 @@ class ModelSurface(GuardedModel):
             )
         return gradient / num_replicas
 
-    # ----- compilers and tracers -----
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        _refuse_tracing()
-
-    @staticmethod
-    def refuse_tracer() -> None:
-        """Refuse a call by `torch.jit.trace`, `torch.export`, `torch.onnx`, tensorboard's `add_graph` or a compiler.
-
-        Raises:
-            ConfigurationError: if one of them traces this call.
-        """
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
-            _refuse_tracing()
-        refuse_traced_call()
-
-
-def _is_asked_for(param: nn.Parameter) -> bool:
-    """Return whether the backward pass under way is a `torch.autograd.grad` of this parameter."""
-    try:
-        torch._C._will_engine_execute_node(get_gradient_edge(param).node)
-    except RuntimeError:  # torch's answer for a leaf of autograd.grad
-        return True
-    return False
-
-
-def _refuse_comm_hook(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ConfigurationError(
-        "model.register_comm_hook() would change how DistributedDataParallel sends gradients, and boost() sends them; "
-        "leave it out, and use HybridParallelPlugin(precision='bf16') to send 16 bits"
-    )
-
-
-def _refuse_after_boost(what: str) -> NoReturn:
-    raise ConfigurationError(
-        f"{what} after boost() does not reach the parts of the model that the ranks hold; do it before boost()"
-    )
-
-
-def _refuse_tracing() -> NoReturn:
-    raise ConfigurationError(
-        "a boosted model has the part of one rank, and cannot be traced or exported; write it with "
-        "booster.save_model(model, directory), and trace the plain model that from_pretrained opens"
-    )
-
-
-_SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-class method_as_declared:  # noqa: N801 (a decorator)
-    """Decorator of a method whose signature, on each object, is `declared(object)`.
-
-    `inspect.signature(model.forward)` is how Trainer finds the columns of a dataset that a model reads.
-
-    Args:
-        declared: object -> signature to show, without `self`; None to show the method's own.
-    """
-
-    def __init__(self, declared: Callable[[Any], inspect.Signature | None]) -> None:
-        self.declared = declared
-
-    def __call__(self, method: Callable[..., Any]) -> method_as_declared:
-        """Take the method."""
-        self.method = method
-        functools.update_wrapper(self, method)
-        return self
-
-    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
-        """Return the method, bound to `instance`; it is made once and kept in the instance's attributes."""
-        if instance is None:
-            return self.method
-        signature, method = self.declared(instance), self.method
-        if signature is None:
-            return MethodType(method, instance)
-
-        @functools.wraps(method)
-        def shown(*args: Any, **kwargs: Any) -> Any:
-            return method(*args, **kwargs)
-
-        shown.__signature__ = signature.replace(parameters=[_SELF, *signature.parameters.values()])
-        return vars(instance).setdefault(method.__name__, MethodType(shown, instance))
-
-
-class OnAnotherStage(nn.Module):
-    """Stands for a module that another pipeline stage holds; it can be asked for, and every use of it is refused.
-
-    Args:
-        what: the module, as the model names it.
-    """
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self._problem = f"the {what} of this model lies on another pipeline stage; change or read it before boost()"
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigurationError(self._problem)
-
-    forward = register_forward_hook = register_forward_pre_hook = register_full_backward_hook = _refuse
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(self._problem)
-
-
-def size_asked_of(model: nn.Module) -> dict[tuple[bool, bool], int]:
-    """Return what `model.num_parameters` says: (only trainable, without embeddings) -> number; empty if it cannot."""
-    if not hasattr(model, "num_parameters"):
-        return {}
-    flags = (False, True)
-    return {(trainable, inner): model.num_parameters(trainable, inner) for trainable in flags for inner in flags}
-
-
-class WholeModelView(ModelSurface):
-    """A boosted model under the names and with the sizes of the model that `boost` was given.
-
-    Attributes:
-        origin: what is known of that model.
-    """
-
-    origin: WholeModel
+    # ----- names and sizes of the whole model -----
 
     def take_whole_states(self) -> None:
         """From now on, let the wrapped model take its part of state dicts of the whole model, and those of shards.
@@ -423,6 +375,51 @@ class WholeModelView(ModelSurface):
         """Return this rank's shard of the head; on a stage without it, a module that refuses any use."""
         found = self.module.get_output_embeddings()
         return OnAnotherStage("output embedding") if isinstance(found, StagePlaceholder) else found
+
+    # ----- compilers and tracers -----
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        _refuse_tracing()
+
+    @staticmethod
+    def refuse_tracer() -> None:
+        """Refuse a call by `torch.jit.trace`, `torch.export`, `torch.onnx`, tensorboard's `add_graph` or a compiler.
+
+        Raises:
+            ConfigurationError: if one of them traces this call.
+        """
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            _refuse_tracing()
+        refuse_traced_call()
+
+
+def _is_asked_for(param: nn.Parameter) -> bool:
+    """Return whether the backward pass under way is a `torch.autograd.grad` of this parameter."""
+    try:
+        torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+    except RuntimeError:  # torch's answer for a leaf of autograd.grad
+        return True
+    return False
+
+
+def _refuse_comm_hook(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ConfigurationError(
+        "model.register_comm_hook() would change how DistributedDataParallel sends gradients, and boost() sends them; "
+        "leave it out, and use HybridParallelPlugin(precision='bf16') to send 16 bits"
+    )
+
+
+def _refuse_after_boost(what: str) -> NoReturn:
+    raise ConfigurationError(
+        f"{what} after boost() does not reach the parts of the model that the ranks hold; do it before boost()"
+    )
+
+
+def _refuse_tracing() -> NoReturn:
+    raise ConfigurationError(
+        "a boosted model has the part of one rank, and cannot be traced or exported; write it with "
+        "booster.save_model(model, directory), and trace the plain model that from_pretrained opens"
+    )
 
 
 def _own_part(value: Any, held: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.loss.arithmetic import norm_of
-from plugins.hybrid_parallel.zero.bucket_gradients import GradientsByHand, zero
+from plugins.hybrid_parallel.zero.bucket_gradients import BucketGradients, zero
 from plugins.hybrid_parallel.zero.bucket_layout import (
     BucketOptions,
     BucketSlice,
@@ -37,7 +37,7 @@ from plugins.hybrid_parallel.zero.optimizer_shard import OptimizerShard, take_ba
 from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
 
 
-class Bucket(GradientsByHand):
+class Bucket(BucketGradients):
     """Parameters of one dtype, one parameter group and one way of summing gradients.
 
     Args:

@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 _MOST_WAITING = 16 * 2**20  # elements
 
 
-class LocalGradients:
-    """The part of a bucket that takes the gradients of the backward pass.
+def zero(tensors: Sequence[Tensor]) -> None:
+    """Zero the tensors, on a GPU by one kernel."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+class BucketGradients:
+    """The part of a bucket that takes the gradients of the backward pass, and scales, exposes, sets and drops them.
 
     On a GPU a gradient waits for others, and all of them are copied at one time: a launch for each parameter would take
     the host longer than the copies take the GPU. Whoever reads `flat_grads` finds them there.
@@ -28,6 +34,11 @@ class LocalGradients:
     Attributes:
         written: indices of parameters with local gradients that are not reduced yet.
         adds: whether any gradient of this step is a sum over passes.
+        shard_grads: this rank's shard of the reduced gradients.
+        used: indices of parameters with reduced gradients.
+        results: memory of reductions to shards.
+        in_passes: indices of parameters with gradients in passes that were reduced by themselves.
+        norm: Euclidean, of the shard of the reduced gradients (0-d, float64); None if it is not known.
     """
 
     params: list[nn.Parameter]
@@ -40,7 +51,12 @@ class LocalGradients:
     sum_dtype: torch.dtype | None
     shard_grads: Tensor | None
     used: set[int]
+    results: GradBufferPool | FreshBuffers
+    in_passes: set[int]
+    norm: Tensor | None
     _gaps: list[tuple[int, int]]
+    _result: Tensor | None
+    _sum_of_passes: Tensor | None
 
     def __init__(self) -> None:
         self._flat_grads: Tensor | None = None
@@ -53,6 +69,8 @@ class LocalGradients:
         self._views: list[Tensor] = []
         self._pieces_viewed: Tensor | None = None
         self._piece_views: list[Tensor] = []
+        self.is_shown = False  # whether user code may hold views of the reduced gradients
+        self._stale: set[int] = set()  # indices of dropped gradients whose values are still in the shard
 
     @property
     def launched(self) -> bool:
@@ -161,34 +179,7 @@ class LocalGradients:
         param, offset = self.params[index], self.offsets[index]
         return flat[offset : offset + param.numel()].view(param.shape)
 
-
-def zero(tensors: Sequence[Tensor]) -> None:
-    """Zero the tensors, on a GPU by one kernel."""
-    if tensors:
-        torch._foreach_zero_(tensors)
-
-
-class GradientsByHand(LocalGradients):
-    """The part of a bucket that scales, exposes, sets and drops gradients.
-
-    Attributes:
-        shard_grads: this rank's shard of the reduced gradients.
-        used: indices of parameters with reduced gradients.
-        results: memory of reductions to shards.
-        in_passes: indices of parameters with gradients in passes that were reduced by themselves.
-        norm: Euclidean, of the shard of the reduced gradients (0-d, float64); None if it is not known.
-    """
-
-    results: GradBufferPool | FreshBuffers
-    in_passes: set[int]
-    _result: Tensor | None
-    _sum_of_passes: Tensor | None
-    norm: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_shown = False  # whether user code may hold views of the reduced gradients
-        self._stale: set[int] = set()  # indices of dropped gradients whose values are still in the shard
+    # ----- what user code does to gradients between the backward pass and the step -----
 
     def scale_grads(self, factor: Tensor | float) -> None:
         """Multiply all existing gradients, reduced or not, by `factor`."""
