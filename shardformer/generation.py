@@ -38,7 +38,7 @@ def generating_as(model: nn.Module, runner: nn.Module) -> Iterator[None]:
         del vars(model)[_RUNNER]
 
 
-def generate_alike(model: nn.Module, config: ShardConfig) -> None:
+def generate_in_step(model: nn.Module, config: ShardConfig) -> None:
     """Make `model.generate` sample the same tokens, and end at the same step, on all tensor-parallel ranks.
 
     The new `generate` raises `RuntimeError` for layouts and options with which it would be wrong or hang.

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardformer.generation import generate_alike
-from shardformer.layers.parallel_module import sum_in_backward
-from shardformer.peft import adapters_aside, keep_whole, model_inside, prompts_followed, prompts_on_stages
+from shardformer.generation import generate_in_step
+from shardformer.layers.parallel_module import sum_partial_gradients
+from shardformer.peft import adapters_detached, keep_whole, model_inside, prompts_followed, prompts_on_stages
 from shardformer.policies.base import Policy
 from shardformer.policies.user.slots import SlotPolicyAdapter
 from shardformer.shard_config import ShardConfig
@@ -53,15 +53,15 @@ class ShardFormer:
         inside = model_inside(model)
         sharder = ModelSharder(inside, self.shard_config, policy)
         config, policy = sharder.config, sharder.policy
-        with prompts_followed(model, config, policy), adapters_aside(inside, config, policy):
+        with prompts_followed(model, config, policy), adapters_detached(inside, config, policy):
             shared_params = sharder.shard()
         keep_whole(model.parameters(), config)
         shared_params += prompts_on_stages(model, self.shard_config.stage_manager)
         if hasattr(inside, "generate"):
-            generate_alike(inside, config)
+            generate_in_step(inside, config)
         if self.shard_config.inference_only:
             model.eval().requires_grad_(False)
-        sum_in_backward(model)
+        sum_partial_gradients(model)
         return shared_params
 
 

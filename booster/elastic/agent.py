@@ -203,7 +203,7 @@ class Agent:
         if current.state != RUNNING or not ended:
             return
         own = {0, signal.SIGTERM, signal.SIGKILL if current.is_killed else signal.SIGTERM}
-        if self._ranks.was_told:  # what follows from that is no failure
+        if self._ranks.got_sigterm:  # what follows from that is no failure
             ended = {place: status for place, status in ended.items() if status & 0x7F not in own}
         codes = {place: (status >> 8 if not status & 0x7F else None) for place, status in ended.items()}
         failed = {place: status for place, status in ended.items() if codes[place] not in (0, LEFT_CODE)}
@@ -215,7 +215,7 @@ class Agent:
             current.ended = [[self._rank_of(place), status] for place, status in failed.items()]
             note(self._events, "detected", round=current.number, ranks=[rank for rank, _ in current.ended])
             self._stop_ranks()
-        elif not self._ranks.running and not self._ranks.was_told:
+        elif not self._ranks.running and not self._ranks.got_sigterm:
             current.state = LEFT if LEFT_CODE in codes.values() else DONE
 
     def _rank_of(self, place: int) -> int:

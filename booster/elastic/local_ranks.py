@@ -31,7 +31,7 @@ class LocalRanks:
     Attributes:
         pids: place -> process that runs.
         ended: place -> wait status, of ranks that have ended in this round.
-        was_told: whether this round's ranks were told to end.
+        got_sigterm: whether this round's ranks were told to end.
         is_ready: whether the fork server has imported what it was first asked to.
     """
 
@@ -39,7 +39,7 @@ class LocalRanks:
         self._argv, self._is_module, self._statuses = list(argv), is_module, statuses
         self.pids: dict[int, int] = {}
         self.ended: dict[int, int] = {}
-        self.was_told = self.is_ready = False
+        self.got_sigterm = self.is_ready = False
         self._received = b""
         self._stopped_since: dict[int, float] = {}
         self._is_starting = False
@@ -58,7 +58,7 @@ class LocalRanks:
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
         """Start a rank in each place."""
         self.poll()
-        self.ended, self._is_starting, self.was_told = {}, True, False
+        self.ended, self._is_starting, self.got_sigterm = {}, True, False
         if self._server.poll() is not None:  # it was killed
             self._connect()
         self._send({"start": environments, "argv": self._argv, "is_module": self._is_module})
@@ -87,7 +87,7 @@ class LocalRanks:
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks."""
-        self.was_told = True
+        self.got_sigterm = True
         self._send({"signal": number})
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ class FailureMonitor(threading.Thread):
         if known is not None:
             return known
         if is_timeout(error) and not (is_unanswered(error) and found.silent):
-            return self._waited_in_vain(found)
+            return self._timed_out(found)
         return self._silence(found) if found.silent else failure
 
     def _silence(self, found: DesyncReport) -> Failure:
@@ -155,7 +155,7 @@ class FailureMonitor(threading.Thread):
             first, f"does not answer any more{more}; rank {self.rank} was {self._doing()}; {found.where}"
         )
 
-    def _waited_in_vain(self, found: DesyncReport) -> Failure:
+    def _timed_out(self, found: DesyncReport) -> Failure:
         wait = self.main.failed_wait
         others = f"; {found.where}" if found.where else ""
         others += f"; {ranks_text(found.silent)} did not answer" if found.silent else ""
@@ -172,7 +172,7 @@ class FailureMonitor(threading.Thread):
         page = pages[min(pages)]
         # The main thread, which may come second, must not end the process before the line is out.
         with self._speaking:
-            if (page is None or page.take_word()) and self.link.may_speak():
+            if (page is None or page.claim_report()) and self.link.may_speak():
                 say(line)
 
     def leave_soon(self, exit_code: int) -> None:
@@ -224,7 +224,7 @@ class FailureMonitor(threading.Thread):
                     exit_now(self._exit_code)
                 continue
             if terminated:
-                self._end_as_told()
+                self._end_on_signal()
             try:
                 self._look()
             except Exception as error:  # one failed check must not end the monitor
@@ -265,7 +265,7 @@ class FailureMonitor(threading.Thread):
         for peer in self.peers:
             if peer.rank not in self._statuses and peer.is_dead():
                 status = self._statuses[peer.rank] = peer.status()
-                if peer.was_told(status):
+                if peer.got_sigterm(status):
                     self._told[peer.rank] = time.monotonic()
                 elif not peer.ended_well and status != 0 and not self._has_spoken():
                     self._conclude(self._mismatch_behind(status) or self._death(peer, status))
@@ -357,14 +357,14 @@ class FailureMonitor(threading.Thread):
             return failure
         return replace(failure, message=f"called sys.exit({code}): it {failure.message}", exit_code=code)
 
-    def _end_as_told(self) -> None:
+    def _end_on_signal(self) -> None:
         """End after SIGTERM: the launcher knows that a rank has ended, but not why. Print the reason if it is known.
 
         Other ranks that got the signal too are no reason: all get it where the user ends the job.
         """
         self._is_told = True
         if self.operations.page is not None:
-            self.operations.page.set_told()
+            self.operations.page.set_got_sigterm()
         until = time.monotonic() + _REASON_S
         while self.link.failure is None and time.monotonic() < until:
             self.link.refresh()

@@ -50,15 +50,15 @@ class SharedStatus:
         self._map[_ENDED] = 1
 
     @property
-    def was_told(self) -> bool:
+    def got_sigterm(self) -> bool:
         """Whether the rank got SIGTERM, as all ranks of a job do that is to end."""
         return self._map[_TOLD] == 1
 
-    def set_told(self) -> None:
+    def set_got_sigterm(self) -> None:
         """Record that the rank got SIGTERM."""
         self._map[_TOLD] = 1
 
-    def take_word(self) -> bool:
+    def claim_report(self) -> bool:
         """Return True to the first process that calls this: only that process prints the failure."""
         try:
             os.lockf(self.descriptor, os.F_LOCK, 0)

@@ -68,13 +68,13 @@ class Peer:
         """Whether the rank's script has ended."""
         return self.page is not None and self.page.ended
 
-    def was_told(self, status: int | None) -> bool:
+    def got_sigterm(self, status: int | None) -> bool:
         """Return whether the process ended because of SIGTERM.
 
         Args:
             status: its wait status; None if it is unknown.
         """
-        return (self.page is not None and self.page.was_told) or (status or 0) & 0x7F == signal.SIGTERM
+        return (self.page is not None and self.page.got_sigterm) or (status or 0) & 0x7F == signal.SIGTERM
 
     def is_dead(self) -> bool:
         """Return whether the process has ended."""

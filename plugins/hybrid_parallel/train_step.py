@@ -50,7 +50,7 @@ class PipelineStep:
     def run(self, batch: Any, return_loss: bool, return_outputs: bool) -> PipelineResult:
         """Run one batch; see `Booster.execute_pipeline`."""
         self.model.refuse_unseen_hooks()
-        given = self.model.told_of_documents(as_batch(batch))
+        given = self.model.with_document_positions(as_batch(batch))
         of_criterion = () if self.criterion is None else self.model.options.unread(given)
         if of_criterion:
             name = type(self.model.unwrap()).__name__

@@ -60,7 +60,7 @@ class OwnAttention(nn.Module):
             bias = bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
         kernel = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         if self.is_even_where_blind:
-            options["around"] = even_where_blind
+            options["around"] = uniform_rows_without_keys
         return kernel(self, query, key, value, bias, is_causal=bias is None, **options)[0].flatten(2)
 
     def drops(self, dropout: nn.Module) -> float:
@@ -68,7 +68,7 @@ class OwnAttention(nn.Module):
         return dropout.p if self.training else 0.0
 
 
-def even_where_blind(
+def uniform_rows_without_keys(
     kernel: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
@@ -230,7 +230,7 @@ class MvpRegistryAttention(OwnAttention):
 
         if self.needs_native(output_attentions):
             return super().forward(hidden_states, output_attentions=True, attn_prompt=attn_prompt, **kwargs)
-        return BartAttention.forward(self, hidden_states, around=even_where_blind, **kwargs)
+        return BartAttention.forward(self, hidden_states, around=uniform_rows_without_keys, **kwargs)
 
 
 class Swinv2RegistryAttention(OwnAttention):

@@ -66,7 +66,7 @@ class ParallelModule(nn.Module, ABC):
         """
 
 
-def sum_in_backward(model: nn.Module) -> None:
+def sum_partial_gradients(model: nn.Module) -> None:
     """Let every backward pass sum the partial gradients of `model`; skips parameters on the meta device for now."""
     for parameter in model.parameters():
         group = grad_group_of(parameter)
@@ -76,7 +76,7 @@ def sum_in_backward(model: nn.Module) -> None:
             parameter.partial_sum = hook_gradient(parameter, partial(_summed, group))
 
 
-def leave_sums(model: nn.Module) -> None:
+def defer_partial_sums(model: nn.Module) -> None:
     """Switch the sums off, because other code sums the gradients."""
     for parameter in model.parameters():
         handle = vars(parameter).pop("partial_sum", None)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.layers.parallel_module import sum_in_backward
+from shardformer.layers.parallel_module import sum_partial_gradients
 from shardformer.lazy.init_log import RecordedValues
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, parameter_like, spec_of
 from shardformer.utils.freed_memory import FreedMemory
@@ -69,7 +69,7 @@ def materialize(model: nn.Module, reader: WeightReader | None = None, seed: int 
         torch.utils.swap_tensors(parameter, made)
         del values, made
         freed.add(math.prod(spec_of(parameter).full_shape) * parameter.element_size())
-    sum_in_backward(model)
+    sum_partial_gradients(model)
 
 
 def read_values(reader: WeightReader, name: str, parameter: nn.Parameter) -> Tensor:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from shardformer.peft.kinds import adapter_configs, kind_of, model_inside
 from shardformer.peft.layer_checks import check_adapters
 from shardformer.peft.prompts import behind_prompts, prompt_config, prompts_followed, prompts_on_stages
-from shardformer.peft.shard import adapters_aside, keep_whole
+from shardformer.peft.shard import adapters_detached, keep_whole
 
 __all__ = [
     "adapter_configs",
-    "adapters_aside",
+    "adapters_detached",
     "behind_prompts",
     "check_adapters",
     "prompts_followed",

@@ -268,7 +268,7 @@ def _local_rows(adapter: nn.Module, active: Sequence[str]) -> Tensor:
 
 
 @contextmanager
-def adapters_aside(model: nn.Module, config: ShardConfig, policy: Policy) -> Iterator[None]:
+def adapters_detached(model: nn.Module, config: ShardConfig, policy: Policy) -> Iterator[None]:
     """Detach the adapters of `model` inside the context; then reattach those of layers on this stage, sharded.
 
     Raises:

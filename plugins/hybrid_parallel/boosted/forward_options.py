@@ -148,7 +148,7 @@ class ForwardOptions:
             inputs["return_dict"] = True
         return inputs
 
-    def told_of_documents(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def with_document_positions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch whose packed documents, if it has any, are told by `position_ids` that restart.
 
         Positions that mean none get an attention mask of ones: with it transformers looks for none, as in a plain call

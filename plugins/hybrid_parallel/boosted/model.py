@@ -265,7 +265,7 @@ class HybridParallelModel(ModelApi):
         self.refuse_tracer()
         args, kwargs = self.options.by_name(args, kwargs)
         as_tuple = self.options.wants_tuple(kwargs)
-        kwargs = self.told_of_documents(kwargs)
+        kwargs = self.with_document_positions(kwargs)
         if self.mesh.size("pp") > 1 or self.units is not None:
             outputs = self._forward_through_stages(args, kwargs)
             return outputs.to_tuple() if as_tuple else outputs
@@ -375,13 +375,13 @@ class HybridParallelModel(ModelApi):
         """Return the loss of a step over `microbatches`, the parts of `batch`."""
         return self.losses.step_loss(microbatches, criterion, batch)
 
-    def told_of_documents(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def with_document_positions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch whose packed documents, if it has any, are told by `position_ids` alone.
 
         Raises:
             ConfigurationError: if borders of documents do not fit the rows.
         """
-        return self.options.told_of_documents(batch)
+        return self.options.with_document_positions(batch)
 
     def on_device(self, batch: Mapping[str, Any], args: tuple = ()) -> dict[str, Any]:
         """Return a batch on this rank's device, each entry in its own dtype.

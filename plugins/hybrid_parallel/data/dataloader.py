@@ -352,7 +352,7 @@ def shard_dataloader(
     return ShardedDataLoader(dataloader.dataset, share, batch_sampler=sampler, **options)
 
 
-def shard_dataloader_alike(dataloader: DataLoader, mesh: HybridMesh, order: OrderStream) -> ShardedDataLoader:
+def shard_dataloader_on_all_ranks(dataloader: DataLoader, mesh: HybridMesh, order: OrderStream) -> ShardedDataLoader:
     """Call `shard_dataloader` on all ranks of the mesh, and check that their data is the same.
 
     Raises:
@@ -419,6 +419,6 @@ class Loading:
         # Imported here to defer the import of accelerate.
 
         self._follow_default()
-        sharded = shard_dataloader_alike(dataloader, self.mesh, self.order)
+        sharded = shard_dataloader_on_all_ranks(dataloader, self.mesh, self.order)
         sharded.on_iteration = self.first_batches.count_iteration
         return sharded

@@ -135,7 +135,7 @@ def _messages(num_bytes: int, group: ProcessGroup, device: torch.device) -> list
     buffer = torch.ones(max(num_bytes // 4, 1), device=device)
     phases = 1 if num_ranks == 2 else 2
 
-    def there_and_back() -> None:
+    def ping_pong() -> None:
         for phase in range(phases):
             is_lower = (rank - phase) % 2 == 0
             other = rank + 1 if is_lower else rank - 1
@@ -147,7 +147,7 @@ def _messages(num_bytes: int, group: ProcessGroup, device: torch.device) -> list
             if not is_lower:
                 dist.send(buffer, group=group, group_dst=other)
 
-    return [_Operation("send", 1, 1.0, there_and_back, times=2 * phases)]
+    return [_Operation("send", 1, 1.0, ping_pong, times=2 * phases)]
 
 
 def _median_time(

@@ -16,7 +16,7 @@ from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.proxy_model import LayerList, layer_lists, name_in_skeleton, quiet
 from plugins.hybrid_parallel.zero.gathers import owners_of
 from shardformer import PipelineStageManager, Policy, ShardConfig
-from shardformer.peft import adapters_aside, model_inside
+from shardformer.peft import adapters_detached, model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.sharder import ModelSharder
 from shardformer.stages.stage import StagePartitioner
@@ -144,7 +144,7 @@ class ModelMap:
         with fake_rank(0, 1):
             config = ShardConfig(pipeline_stage_manager=manager, enable_tensor_parallelism=False)
             sharder = ModelSharder(self.model, config)
-            with adapters_aside(self.model, sharder.config, sharder.policy):
+            with adapters_detached(self.model, sharder.config, sharder.policy):
                 sharder.check()
         cut = StagePartitioner(self.model, self.policy.base_path, self.policy.stages, manager)
         held: list[list[str]] = [[] for _ in range(count)]

@@ -139,7 +139,7 @@ class _Use(torch.autograd.Function):
         return None if give_gradient(ctx.parameter, grad) else grad
 
 
-def one_use(parameter: Tensor) -> Tensor:
+def separate_use(parameter: Tensor) -> Tensor:
     """Return an alias of a parameter, whose gradient is a summand of its own."""
     return _Use.apply(parameter)
 
@@ -171,4 +171,4 @@ def _aliases_of(names: Sequence[str], module: nn.Module, _: tuple[Any, ...]) -> 
         return {}
     parameters = {name: module._parameters[name] for name in names}
     # Others have been replaced by aliases.
-    return {name: one_use(each) for name, each in parameters.items() if isinstance(each, nn.Parameter)}
+    return {name: separate_use(each) for name, each in parameters.items() if isinstance(each, nn.Parameter)}

@@ -109,7 +109,7 @@ def shards_by_axis(config: HybridParallelConfig, mesh: HybridMesh) -> Mapping[st
     return {axis: math.gcd(num_shards, size) for axis, size in sizes.items()}
 
 
-def hold_values(
+def defer_values(
     model: nn.Module,
     reader: WeightReader | None,
     config: HybridParallelConfig,

@@ -29,7 +29,7 @@ from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from plugins.hybrid_parallel.reproducible.limits import check_reproducible
 from plugins.hybrid_parallel.setup.compilation import check_compilation, compile_layers
-from plugins.hybrid_parallel.setup.initial_weights import hold_values, share_initial_weights
+from plugins.hybrid_parallel.setup.initial_weights import defer_values, share_initial_weights
 from plugins.hybrid_parallel.setup.input_checks import check_contents, cuts_batch, refuse_mixed_samples
 from plugins.hybrid_parallel.setup.offload import check_places
 from plugins.hybrid_parallel.setup.recomputation import check_recomputation, recompute, recompute_share
@@ -52,7 +52,7 @@ from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream
 from shardformer.expert_parallel.router_bias import keep_biases_from_optimizer
 from shardformer.layers.fp8 import check_fp8, multiply_in_fp8
-from shardformer.layers.parallel_module import leave_sums
+from shardformer.layers.parallel_module import defer_partial_sums
 from shardformer.lazy import (
     RecordedValues,
     WeightReader,
@@ -110,7 +110,7 @@ def check_options_against_model(
     _check_embeddings(config, model, num_replicas)
     refuse_mixed_samples(config, model, num_replicas)
     check_gradients(model)
-    with _mistakes():
+    with as_configuration_error():
         check_contents(model, config)
     for optim in optimizers:
         check_optimizer(optim, names)
@@ -188,10 +188,10 @@ def build_model(
     shared = shard_model(model, config, mesh)
     held = {}
     if trains and config.zero.zero_stage == 3:
-        held = hold_values(model, reader, config, mesh, DTYPES.get(config.mixed_precision.precision))
+        held = defer_values(model, reader, config, mesh, DTYPES.get(config.mixed_precision.precision))
     if waits_for_values(model):
         _cast_ahead(model, config, trains)
-        with _mistakes():
+        with as_configuration_error():
             materialize(model, reader)
     if isinstance(config.kernels.gradient_checkpointing, float):
         recompute_share(model, config.kernels.gradient_checkpointing)
@@ -206,7 +206,7 @@ def build_model(
 def _check_precision(device: torch.device, precision: str) -> None:
     """Refuse FP8 on a GPU without it; log where a GPU only emulates bf16, as in plain PyTorch."""
     if precision == "fp8":
-        with _mistakes():
+        with as_configuration_error():
             check_fp8(device)
     capability = capability_of(device)
     if precision == "bf16" and capability is not None and capability < AMPERE:
@@ -231,9 +231,9 @@ def wrap_model(
     Args:
         origin: description of the whole model.
         shared: the parameters that several stages hold, see `shard_model`.
-        held: the parameters without values, see `hold_values`.
+        held: the parameters without values, see `defer_values`.
     """
-    leave_sums(model)  # the buckets sum gradients
+    defer_partial_sums(model)  # the buckets sum gradients
     initial = _cast(model, DTYPES.get(config.mixed_precision.precision), config.mixed_precision.master_weights)
     units = units_of(config.debugging, mesh, seed)
     stream = _stream(mesh, seed) if units is None else units.stream
@@ -284,14 +284,14 @@ def _reader_of(model: nn.Module, seed: int) -> WeightReader | None:
         shared_seed = torch.tensor(seed)
         # Shards drawn from other seeds would fit together without an error.
         dist.broadcast(shared_seed, src=0, group=world_group())
-        with _mistakes():
+        with as_configuration_error():
             reader = RecordedValues(model, int(shared_seed))
             reader.fill_buffers(model)
     return reader
 
 
 @contextmanager
-def _mistakes() -> Iterator[None]:
+def as_configuration_error() -> Iterator[None]:
     """Turn errors of shardformer into ConfigurationError: they are mistakes of the user."""
     try:
         yield
@@ -312,17 +312,17 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
         kernels.enable_jit_fused,
         kernels.enable_all_optimization,
     )
-    deals_out = parallel.ep_size > 1 or sharding.expert_capacity_factor is not None
+    dispatches_experts = parallel.ep_size > 1 or sharding.expert_capacity_factor is not None
     group = tensor_group(model, config, mesh)
     is_whole = parallel.tp_size == parallel.pp_size == parallel.cp_size == 1 and blocks_of(group) is None
-    if is_whole and not deals_out and sharding.custom_policy is None and not any(changes_layers):
+    if is_whole and not dispatches_experts and sharding.custom_policy is None and not any(changes_layers):
         separate_documents(model_inside(model))
         return []  # nothing to shard: any kind of model works
     stage, *further = config.schedule.stages_of(mesh.rank("pp"), parallel.pp_size, config.chunks_per_rank)
     num_stages = parallel.pp_size * config.chunks_per_rank
     split = config.pipeline.layers_per_stage
     split = None if split is None else tuple(split)
-    with _mistakes():
+    with as_configuration_error():
         shard_config = ShardConfig(
             tensor_parallel_process_group=group,
             pipeline_stage_manager=PipelineStageManager(stage, num_stages, split, tuple(further)),

@@ -100,7 +100,7 @@ def build_optimizer(
     pairs = [pair for local, whole in zip(order, groups, strict=True) for pair in zip(local, whole, strict=True)]
     old = {param: whole for param, whole in pairs if param is not None}
     granularity = granularity_of(optim)
-    trained = _which(order, trains=True)
+    trained = _by_requires_grad(order, trains=True)
     memory = memory_of_states(optim, members := list(chain(*trained)), config, mesh)
     options, states = _bucket_options(granularity, config, mesh, memory, members), take_states(optim, old)
     if config.zero.zero_stage == 3 and not model.optimizers:
@@ -114,7 +114,7 @@ def build_optimizer(
     wholes.take_states(states)
     place_states(optim, states, [*buckets, *owned])
     build_more = partial(make_buckets, initial={}, gathers=model.gathers)
-    frozen = FrozenParameters(_which(order, trains=False), build_more, states, model.gathers)
+    frozen = FrozenParameters(_by_requires_grad(order, trains=False), build_more, states, model.gathers)
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
     gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
     reducer = _make_reducer(buckets, gradient_hooks, model, config, stands_alone)
@@ -182,7 +182,7 @@ def _first_names(groups: Sequence[Sequence[nn.Parameter]], names: Mapping[int, S
     return [[names[id(param)][0] for param in group] for group in groups]
 
 
-def _which(groups: Sequence[Sequence[nn.Parameter | None]], trains: bool) -> list[list[nn.Parameter]]:
+def _by_requires_grad(groups: Sequence[Sequence[nn.Parameter | None]], trains: bool) -> list[list[nn.Parameter]]:
     """Return the parameters on this rank that are trained, or that are frozen, by group."""
     return [[param for param in group if param is not None and param.requires_grad == trains] for group in groups]
 

@@ -12,7 +12,7 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.debugging import DebugOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, block_group
-from plugins.hybrid_parallel.reproducible.limits import check_names_of_tied, one_use, separate_uses
+from plugins.hybrid_parallel.reproducible.limits import check_names_of_tied, separate_use, separate_uses
 from plugins.hybrid_parallel.reproducible.units import Units, UnitStream
 from shardformer.distributed.process_groups import world_group
 from shardformer.sharder import ModelSharder
@@ -62,7 +62,7 @@ def tensor_group(model: nn.Module, config: HybridParallelConfig, mesh: HybridMes
         return mesh.group("tp")
     count = _num_blocks(model, config)
     sequence_count = _num_sequence_blocks(model, config, count)
-    return mesh.group("tp") if count == 1 else block_group(mesh, count, one_use, sequence_count)
+    return mesh.group("tp") if count == 1 else block_group(mesh, count, separate_use, sequence_count)
 
 
 def _num_sequence_blocks(model: nn.Module, config: HybridParallelConfig, count: int) -> int:

@@ -204,7 +204,11 @@ def test_what_the_main_thread_does_is_in_the_page() -> None:
 
 def test_one_process_gets_the_word() -> None:
     page = SharedStatus()
-    assert [page.take_word(), page.take_word(), SharedStatus(f"/proc/self/fd/{page.descriptor}").take_word()] == [
+    assert [
+        page.claim_report(),
+        page.claim_report(),
+        SharedStatus(f"/proc/self/fd/{page.descriptor}").claim_report(),
+    ] == [
         True,
         False,
         False,
