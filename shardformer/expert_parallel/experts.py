@@ -2,7 +2,7 @@
 
 transformers 5 stacks the experts of a layer in parameters [experts, ...] of one module, whose forward takes hidden
 states [tokens, hidden], experts [tokens, k] and weights [tokens, k]. Any family with such a module can be sharded: a
-rank holds an equal share of the experts, and tokens are sent to them (`token_dispatcher.py`). Tensor parallelism does
+rank holds an equal share of the experts, and tokens are sent to them (`experts.py`). Tensor parallelism does
 not shard these modules.
 
 Token dispatcher: sends tokens to the ranks that hold their experts, and sends the results back.

@@ -41,7 +41,7 @@ class StageLayout:
             path -> number of tensors in the output of the module; 0 for a bare tensor.
         shared_states: dictionaries that layers write for later layers (keys and values): name of the layer's input ->
             its keys. Each value is a pair of tensors.
-        inputs_between: inputs of the module around the layers that it reads between them, see `between_layers.py`.
+        inputs_between: inputs of the module around the layers that it reads between them, see `earlier_modules.py`.
         changes_shapes: whether modules change the shape of the hidden state. Later stages then compute the shapes that
             the model's code between modules sees on the meta device, see `MetaModule`.
         calls_forward: whether the model calls `forward` of its layers, which cannot be wrapped. A stage then starts

@@ -99,7 +99,7 @@ def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> l
 
 
 def _attends_by_heads(model: nn.Module, policy: Policy) -> bool:
-    """Return whether layers can exchange parts of sequences for heads, see `context_parallel/inside_layers.py`."""
+    """Return whether layers can exchange parts of sequences for heads, see `transforms/layout_checks.py`."""
     attends = policy.own_attention or any(map(uses_registry, model.modules()))
     return policy.stages is not None and bool(attends) and policy.exchanges_heads()
 

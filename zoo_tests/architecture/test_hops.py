@@ -16,12 +16,12 @@ import pytest
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple
 from zoo_tests.architecture.hops import REPOSITORY, Hops, sizes
 
-SIZES = {"files": 613, "lines": 78_500, "import lines": 6_500, "files with checks": 120}
+SIZES = {"files": 436, "lines": 76_600, "import lines": 5_600, "files with checks": 109}
 HOPS = {
-    "modules at import": 376,
-    "files of boost": 133,
-    "files of a first step": 84,
-    "files of a step": 80,
+    "modules at import": 270,
+    "files of boost": 106,
+    "files of a first step": 74,
+    "files of a step": 70,
     "functions of a step": 338,
     "depth of a step": 21,
 }

@@ -1,6 +1,6 @@
 """The persistent memory of a rank, measured: parameters, gradients and optimizer states.
 
-It has no formulas, unlike the planner's `memory_model.py`. A rank is simulated on the meta device with the code that
+It has no formulas, unlike the planner's `rank_memory.py`. A rank is simulated on the meta device with the code that
 runs in training: the model is sharded, its parameters are placed into buckets, gradients are accumulated, and the
 optimizer takes a step.
 """

@@ -2,7 +2,7 @@
 
 What breaks here first: a state that the optimizer makes and that is lost on its way to the file
 (`plugins/hybrid_parallel/zero/step.py`), and something that a step counts once for every part
-(`step_in_parts.py`).
+(`step.py`).
 """
 
 from __future__ import annotations

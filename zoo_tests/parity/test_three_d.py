@@ -1,6 +1,6 @@
 """What a `DeepSpeed3DParallelConfig` describes trains to the numbers of plain training of the equivalent tied model.
 
-What breaks here first: the head that a bare base model gets (`three_d/tied.py`), and patches of modules that are
+What breaks here first: the head that a bare base model gets (`deepspeed_3d/plugin.py`), and patches of modules that are
 replaced while the model is sharded (`three_d/patches.py`).
 """
 

@@ -35,7 +35,7 @@ _CPU = Device(
 
 
 def main() -> None:
-    """Arguments: file of the request, file for the result; see `ahead.py`."""
+    """Arguments: file of the request, file for the result; see `layouts.py`."""
     source, target = map(Path, sys.argv[1:])
     threading.Thread(target=_end_with_job, args=(source,), daemon=True).start()
     found = plans(json.loads(source.read_text()))

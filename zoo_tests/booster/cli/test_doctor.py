@@ -1,6 +1,6 @@
 """`booster doctor`: what is there, what is missing, and how fast ranks reach each other.
 
-What breaks here first: a rule by which the library chooses a kernel and that `cli/optimizations.py` does not ask.
+What breaks here first: a rule by which the library chooses a kernel and that `cli/doctor.py` does not ask.
 """
 
 from __future__ import annotations

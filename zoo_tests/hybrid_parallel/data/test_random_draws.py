@@ -1,6 +1,6 @@
 """Random numbers that loading draws: other ones on every replica, and one warning where they are not the plain ones.
 
-If this fails, look in `plugins/hybrid_parallel/data/random_draws.py` and `generators.py`.
+If this fails, look in `plugins/hybrid_parallel/data/random_draws.py`.
 """
 
 from __future__ import annotations

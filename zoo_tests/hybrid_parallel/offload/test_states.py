@@ -1,7 +1,7 @@
 """Offloaded optimizer states: where they are, and that a step in parts is one step.
 
 What breaks here first: an option of a group that every part advances (`plugins/hybrid_parallel/zero/step.py`),
-and loaded states that stay in memory (`stepper.py`).
+and loaded states that stay in memory (`step.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The planner's memory against what ranks hold: states to the byte, activations as torch counts them.
 
 What breaks here first: what a layer saves for its backward pass, or which layers are taken to be alike. Look in
-`plugins/hybrid_parallel/planner/rank_memory.py`, `profile.py`, `pruned_model.py` and `stage_map.py`.
+`plugins/hybrid_parallel/planner/rank_memory.py`, `profile.py`, `proxy_model.py` and `stage_map.py`.
 """
 
 from __future__ import annotations

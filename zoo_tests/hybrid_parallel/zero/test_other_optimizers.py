@@ -1,7 +1,7 @@
 """Optimizers from elsewhere, over several steps: 8-bit states, schedule-free, Lion; equal to themselves in one process.
 
 What breaks here first: blocks of 8-bit states that begin where a shard begins, and weights that an optimizer changes
-outside of its step. Look in `plugins/hybrid_parallel/zero/granularity.py` and `weight_update.py`.
+outside of its step. Look in `plugins/hybrid_parallel/zero/granularity.py` and `optimizer.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Several optimizers over one model: one backward pass for all, one loss scale, a step each.
 
 What breaks here first: an optimizer that is not the one given to the backward pass. Look in
-`plugins/hybrid_parallel/zero/optimizer.py` and `loss_scale.py`.
+`plugins/hybrid_parallel/zero/optimizer.py` and `arithmetic.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention over keys that travel from rank to rank is attention over all keys, forward and backward.
 
 What breaks here first: a block at the wrong place, rows that see nothing, the sum of exponentials of 16-bit inputs.
-Look in `shardformer/context_parallel/ring.py` and `blockwise.py`.
+Look in `shardformer/context_parallel/ring.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Files of checkpoints that are damaged, cannot be written, or are not what they seem; saves beside training.
 
 What breaks here first: an error that one rank alone knows of, and what is removed or found that should not be. Look in
-`directory.py`, `atomic_save.py`, `manifest.py` and `background.py` of `plugins/hybrid_parallel/checkpoint`.
+`retention.py`, `atomic_save.py`, `manifest.py` and `async_save.py` of `plugins/hybrid_parallel/checkpoint`.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _fill(disk: Path) -> None:
     assert training.load(disk, resume="latest") == 4
 
 
-_PLACES = ("state.staging.Staging.copy", "io.take_snapshot", "state.dcp_storage.TensorFileWriter")
+_PLACES = ("state.async_save.Staging.copy", "io.take_snapshot", "state.dcp_storage.TensorFileWriter")
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("out of memory"), TypeError("a bug")], ids=repr)

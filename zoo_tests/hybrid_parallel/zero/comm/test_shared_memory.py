@@ -1,7 +1,7 @@
 """Ranks of one machine that read each other's memory.
 
 What breaks here first: memory that is reused while another rank still reads it, a rank that waits for one that died, or
-files that stay open. Look in `shared_memory.py`, `signal_sockets.py` and `local_peers.py` of
+files that stay open. Look in `local_peers.py` of
 `plugins/hybrid_parallel/zero/comm`.
 """
 
