@@ -48,7 +48,7 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
         (f"{_STATE}::test_a_run_goes_on_in_another_layout[pp2-tp2]",),
     ),
     "steps of a schedule not converted for other replicas": Edit(
-        f"{_HERE}.prepared",
+        f"{_HERE}.prepared_loader",
         'steps = state["last_epoch"] * factor',
         'steps = state["last_epoch"]',
         (f"{_STATE}::test_a_run_goes_on_in_another_layout[tp2-dp2]",),
@@ -146,7 +146,7 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
         (f"{_FITS}[two-optimizers-dp2]",),
     ),
     "second optimizer of Lightning not loaded": Edit(
-        f"{_HERE}.lightning.checkpoint_folder",
+        f"{_HERE}.lightning.job",
         "self.booster.load_optimizer(optimizer, folder / _FURTHER.format(number))",
         "self.booster",
         (f"{_CONTINUES}[two-optimizers-dp2-tp2]",),
