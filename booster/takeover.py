@@ -22,6 +22,7 @@ from typing import Any
 VARIABLE = "BOOSTER_LAYOUT"
 _LENGTH = 2048  # tokens of a sample that the planner assumes, if the model takes as many
 _JOIN_S = 30.0  # within which all ranks are refused
+_STATES = "booster/random states of rank 0"
 # Module -> the class in it that is taken over.
 _CLASSES = {
     "transformers.training_args": "TrainingArguments",
@@ -68,7 +69,8 @@ class Takeover(MetaPathFinder):
     def __init__(self, layout: str) -> None:
         self.layout, self.used = layout, ""
         self._is_planned = layout.startswith("auto")
-        self._is_paused, self._plugin = False, None
+        self._is_paused = self._has_joined = False
+        self._plugin = None
         self._classes: dict[str, type] = {}
         self._boosted: dict[type, type] = {}
         atexit.register(self._at_exit)
@@ -132,6 +134,16 @@ class Takeover(MetaPathFinder):
         except ConfigurationError as error:
             raise self._refusal(str(error)) from None
 
+    def _join(self) -> None:
+        """Join the job; the first time, have all ranks go on with the random numbers of rank 0.
+
+        So a script that splits data or builds a model without a seed does it alike on all ranks, as in one process.
+        """
+        _join()
+        if not self._has_joined:
+            self._has_joined = True
+            _draw_alike()
+
     def _use(self, given: type, model: Any = None, args: Any = None) -> Any:
         """Return the plugin for an object of a class; the first time, say what is taken over and which layout is used.
 
@@ -184,7 +196,7 @@ class Takeover(MetaPathFinder):
 
             finish(args)
             if "RANK" in os.environ and not self._is_planned:
-                _join()
+                self._join()
                 args.distributed_state = CountedReplicas(count)
 
         @wraps(first)
@@ -217,7 +229,7 @@ class Takeover(MetaPathFinder):
         """Return the class of which an object is made where the script asks for a Trainer."""
         from booster.integrations.transformers import BoostedTrainer, boosted
 
-        _join()  # what cannot be boosted is said once
+        self._join()  # what cannot be boosted is said once
         takeover = self
 
         class TakenOver:
@@ -239,7 +251,7 @@ class Takeover(MetaPathFinder):
 
         from booster.integrations.accelerate import Accelerator
 
-        _join()
+        self._join()
         takeover, native = self, self._classes["accelerate.accelerator"]
         names = list(inspect.signature(native.__init__).parameters)[1:]
 
@@ -270,7 +282,7 @@ class Takeover(MetaPathFinder):
         def __init__(this: Any, *args: Any, **options: Any) -> None:  # noqa: N807
             from booster import ConfigurationError
 
-            _join()
+            self._join()
             name, strategy = f"{given.__module__.partition('.')[0]}.{given.__name__}", options.get("strategy", "auto")
             if not name.startswith("lightning."):
                 raise ConfigurationError(
@@ -365,6 +377,27 @@ def _join(**options: Any) -> None:
 
     os.environ[LAYOUT_VARIABLE] = "1"
     launch_from_torch(seed=None, **options)
+
+
+def _draw_alike() -> None:
+    """Give the default generators of torch, Python and numpy the states that they have on rank 0."""
+    import json
+    import random
+
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    from booster.launch import job_store
+
+    if dist.get_rank() == 0:
+        kind, words, *rest = numpy.random.get_state()
+        states = [torch.get_rng_state().tolist(), random.getstate(), [kind, words.tolist(), *rest]]
+        job_store().set(_STATES, json.dumps(states))
+    of_torch, (version, words, gauss), of_numpy = json.loads(job_store().get(_STATES))
+    torch.set_rng_state(torch.tensor(of_torch, dtype=torch.uint8))
+    random.setstate((version, tuple(words), gauss))
+    numpy.random.set_state(tuple(of_numpy))
 
 
 def _sizes_of(model: Any, args: Any) -> tuple[int, int]:

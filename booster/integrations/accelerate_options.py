@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import (
     AutocastKwargs,
-    DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DynamoBackend,
@@ -93,7 +92,8 @@ def check_options(options: dict[str, Any], precision: str, on_gpu: bool) -> None
             "Accelerator(cpu=True) while torch finds GPUs, which the plugin trains on; set CUDA_VISIBLE_DEVICES='' to "
             "hide them"
         )
-    _check_loading(options.get("dataloader_config"))
+    if getattr(options.get("dataloader_config"), "dispatch_batches", None):
+        _say_once("dispatch_batches=True has no effect: each replica reads its own samples, which are the same")
 
 
 def _is_set(variable: str) -> bool:
@@ -152,14 +152,6 @@ def asked_of_launch(options: dict[str, Any]) -> dict[str, float]:
     if asked is not None and dist.is_initialized():
         _say_once("InitProcessGroupKwargs has no effect: the process group exists already")
     return {} if asked is None else {"timeout_s": asked.timeout.total_seconds()}
-
-
-def _check_loading(config: DataLoaderConfiguration | None) -> None:
-    if config is not None and config.dispatch_batches:
-        raise ConfigurationError(
-            "DataLoaderConfiguration(dispatch_batches=True) reads batches on one rank and sends them to the others; "
-            "leave it out: each replica reads its own samples"
-        )
 
 
 @contextmanager

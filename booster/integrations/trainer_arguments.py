@@ -88,12 +88,11 @@ def check_arguments(args: Any, plugin: Plugin) -> None:
             "TrainingArguments(train_sampling_strategy='batch_rebalance') balances batches by rank, which a boosted "
             "loader does by replica; use 'random' or 'group_by_length'"
         )
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(args.accelerator_config, name, None):
-            raise ConfigurationError(
-                f"TrainingArguments(accelerator_config={{{name!r}: True}}) shares batches out in another way than a "
-                "boosted loader; leave it out"
-            )
+    if args.accelerator_config.split_batches:
+        raise ConfigurationError(
+            "TrainingArguments(accelerator_config={'split_batches': True}) shares batches out in another way than a "
+            "boosted loader; leave it out"
+        )
     if plugin.dp_size > 1:
         _check_replicas(args, plugin.dp_size)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import sys
 from pathlib import Path
 
+import numpy
 import torch
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
@@ -89,6 +91,11 @@ def with_accelerate():
     from accelerate import Accelerator, skip_first_batches
 
     accelerator, losses = Accelerator(), []
+    drawn = torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])  # without a seed
+    if torch.distributed.is_initialized():
+        ranks = [torch.empty_like(drawn) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(ranks, drawn)
+        assert all(each.equal(drawn) for each in ranks)
     made = model()
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
     loader = DataLoader(rows(), batch_size=4, shuffle=True)

@@ -288,8 +288,9 @@ class _Batches:
     def __init__(self, loader: ShardedDataLoader, place: _Place) -> None:
         self.loader, self.place = loader, place
         self._number, self._to_skip = 0, place.position
-        self._stream = LoadingStream.derived(loader._base_seed, "samples", place.epoch, loader.rank)
-        with self._stream.active():
+        own = LoadingStream.derived(loader._base_seed, "samples", place.epoch, loader.rank)
+        self._stream = loader.order if loader.collate.draws_plainly else own
+        with own.active():  # torch draws a base seed once more
             self._loaded = iter(loader.base_dataloader)
             loader.collate.begin(id(self))
         self._empty = getattr(loader.batch_sampler, "empty_batches", ())
@@ -340,14 +341,16 @@ def shard_dataloader(
     check_shareable(dataloader, rank, world_size)
     options = {name: getattr(dataloader, name) for name in LOADER_OPTIONS if hasattr(dataloader, name)}
     ordering = (dataloader.generator, dataloader.sampler, dataloader.batch_sampler)
-    collate = ReplicaCollate(dataloader.collate_fn, dataloader.dataset, ordering, rank, world_size)
+    place = rank, world_size
+    collate = ReplicaCollate(dataloader.collate_fn, dataloader.dataset, ordering, *place, dataloader.num_workers)
     share = ReplicaShare(dataloader.batch_size, rank, world_size, order, dataloader.generator, collate)
     options |= {"device": device, "collate_fn": collate}
     if isinstance(dataloader.dataset, IterableDataset):
         sizes = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
         dataset = DataParallelIterable(dataloader.dataset, **sizes, rank=rank, world_size=world_size, stream=order)
         return ShardedDataLoader(dataset, share, **{**options, **sizes, "collate_fn": CollateShare(collate)})
-    place = (0, 1) if is_shared_out(dataloader) else (rank, world_size)
+    if is_shared_out(dataloader):
+        place = 0, 1
     sampler = DataParallelBatchSampler(dataloader.batch_sampler, *place, order)
     return ShardedDataLoader(dataloader.dataset, share, batch_sampler=sampler, **options)
 

@@ -1,4 +1,4 @@
-"""Random numbers in data loading: a plain script draws for a whole batch, but each replica draws for its share.
+"""Random numbers in data loading: a plain script draws for a whole batch, but each replica of several for its share.
 
 The numbers therefore differ from those of a plain script, and one warning says so. They must also differ between
 replicas: the default generators have different states there (`LoadingStream`), and this module does the same for the
@@ -87,15 +87,26 @@ class ReplicaCollate:
         dataset: the user's dataset.
         ordering: objects whose generators may determine the sample order, which must be the same on all replicas.
         rank, world_size: position on the data-parallel axis.
+        num_workers: processes that load samples; 0 for this one.
+
+    Attributes:
+        draws_plainly: whether all samples are drawn here, by one replica: the numbers are those of a plain script.
     """
 
     def __init__(
-        self, collate_fn: Callable[[list[Any]], Any], dataset: Any, ordering: Sequence[Any], rank: int, world_size: int
+        self,
+        collate_fn: Callable[[list[Any]], Any],
+        dataset: Any,
+        ordering: Sequence[Any],
+        rank: int,
+        world_size: int,
+        num_workers: int = 0,
     ) -> None:
         self.collate_fn, self.dataset, self.ordering = collate_fn, dataset, generators_of(*ordering)
         self.rank, self.world_size = rank, world_size
+        self.draws_plainly = world_size == 1 and not num_workers
         self._numbers: dict[int, ReplicaNumbers] = {}
-        self._num_batches, self._has_begun, self._has_warned = 0, False, False
+        self._num_batches, self._has_begun, self._has_warned = 0, False, self.draws_plainly
         self._left: dict[str, Any] | None = None  # states after the previous batch
         self._iteration = 0
 

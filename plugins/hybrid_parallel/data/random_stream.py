@@ -2,7 +2,8 @@
 
 A batch therefore depends only on the replica and on how often the loaders were iterated: not on what the training loop
 drew in the meantime, nor on how often training was interrupted. All ranks of a replica load the same data, which would
-not hold for augmentations drawn from each rank's own random state.
+not hold for augmentations drawn from each rank's own random state. With one replica, order and samples draw in turns
+from one stream, as in a plain loop.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class LoadingStream:
     """Generator states of torch, Python and numpy for data loading; initially copies of the current default states."""
 
     def __init__(self) -> None:
-        self._states = _states()
+        self._states, self._is_active = _states(), False
 
     @classmethod
     def seeded(cls, seed: int) -> LoadingStream:
@@ -41,12 +42,15 @@ class LoadingStream:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Switch the default generators to this stream within the context, and restore the outer states afterwards."""
-        outer = _states()
+        if self._is_active:
+            yield
+            return
+        outer, self._is_active = _states(), True
         _restore(self._states)
         try:
             yield
         finally:
-            self._states = _states()
+            self._states, self._is_active = _states(), False
             _restore(outer)
 
     def state_dict(self) -> dict[str, Any]:

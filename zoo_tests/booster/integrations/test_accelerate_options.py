@@ -52,10 +52,6 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     "dynamo_plugin": (TorchDynamoPlugin(backend="eager"), "dynamo_backend='eager': torch.compile cannot trace"),
     "mixed_precision": ("bf16", r"mixed_precision='bf16' is not the plugin's precision 'fp32'; use Hybrid.*'bf16'\)"),
     "rng_types": (["torch"], r"rng_types=\['torch'\]\) would give all ranks the same random numbers; leave it out"),
-    "dataloader_config": (
-        DataLoaderConfiguration(dispatch_batches=True),
-        r"dispatch_batches=True\) reads batches on one rank .* leave it out: each replica reads its own",
-    ),
 }
 _HANDLERS = [
     (

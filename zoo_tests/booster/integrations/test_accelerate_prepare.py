@@ -261,7 +261,8 @@ def _numbers(length: int, batch_size: int | None, **options: Any) -> DataLoader:
 def test_batches_of_replicas_are_those_of_plain_processes() -> None:
     """Consecutive batches go to consecutive replicas; a short last one is shared out, and no sample is repeated."""
     with fresh_accelerate():
-        accelerator = _accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+        config = DataLoaderConfiguration(even_batches=False, dispatch_batches=True)  # which gives out the same batches
+        accelerator = _accelerator(dataloader_config=config)
         rank = accelerator.process_index
         assert _seen(accelerator.prepare(_numbers(11, 2))) == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9, 10]]][rank]
         assert _seen(accelerator.prepare(_numbers(11, 2, drop_last=True))) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][rank]

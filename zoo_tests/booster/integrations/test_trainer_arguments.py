@@ -186,7 +186,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "debug": ({"debug": "underflow_overflow"}, "use HybridParallelPlugin(debug=True)"),
     "train_sampling_strategy": ({"train_sampling_strategy": "batch_rebalance"}, "use 'random' or 'group_by_length'"),
     "split_batches": ({"accelerator_config": {"split_batches": True}}, "leave it out"),
-    "dispatch_batches": ({"accelerator_config": {"dispatch_batches": True}}, "leave it out"),
     "average_tokens_across_devices": ({"average_tokens_across_devices": False}, "leave it out"),
     "eval_use_gather_object": ({"eval_use_gather_object": True}, "return tensors from prediction_step"),
 }
