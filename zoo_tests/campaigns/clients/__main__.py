@@ -85,7 +85,9 @@ def compare(job: Job, layouts: list[str], place: Path) -> Iterator[tuple[str, Ou
             yield layout, wanted
             continue
         start = ["-m", "booster", "run", "--nproc-per-node", str(ranks), "--layout", text]
-        yield layout, _judge(*_run(start, job, _BATCH // replicas if job.has_batch else _BATCH, place), wanted)
+        outcome = _judge(*_run(start, job, _BATCH // replicas if job.has_batch else _BATCH, place), wanted)
+        draws = outcome.kind == DIFFERS and replicas > 1 and job.draws and "values" not in outcome.detail
+        yield layout, Outcome("own draws", outcome.detail) if draws else outcome
 
 
 def _run(
@@ -130,7 +132,7 @@ def _judge(ended: subprocess.CompletedProcess, found: tuple[Values, dict], expec
             if abs(one - other) > _TOLERANCE * max(1.0, abs(other)):
                 return Outcome(DIFFERS, f"{name}: {one} for {other}")
     if expected[1].keys() != found[1].keys():
-        return Outcome(DIFFERS, f"saved weights: {sorted(expected[1].keys() ^ found[1].keys())[:3]}")
+        return Outcome(DIFFERS, f"names of saved values: {sorted(expected[1].keys() ^ found[1].keys())[:3]}")
     worst = max((float((found[1][name] - each).abs().max()) for name, each in expected[1].items()), default=0.0)
     if worst > _TOLERANCE:
         return Outcome(DIFFERS, f"saved weights by {worst:.2g}")

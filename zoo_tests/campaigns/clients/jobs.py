@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,8 +32,8 @@ _SUMMARY = "--text_column text --summary_column summary --num_beams 2"
 _LANGUAGES = "--source_lang en --target_lang de"
 _BLOCKS, _PIECES = "--block_size 16", "--max_seq_length 32 --doc_stride 8"
 _FOLDERS = "--train_dir images/train --validation_dir images/test --image_column_name image --label_column_name label"
-_MASKED = "--dataset_name imagefolder --train_dir images/train/** --image_column_name image --train_val_split 0.2"
-_PATCHES = f"{_MASKED} --mask_patch_size 8"
+_MASKED = "--dataset_name imagefolder --train_dir images/train/** --image_column_name image --train_val_split"
+_PATCHES = "--mask_patch_size 8"
 # Scripts of transformers, without `run_`: kind of model, kind of rows, arguments, of the loops without a Trainer too.
 _EXAMPLES = {
     "clm": ("causal", "texts", _BLOCKS, ""),
@@ -50,12 +51,14 @@ _EXAMPLES = {
     "translation": ("t5", "translations", f"{_S2S} {_LANGUAGES}", f"{_LANGUAGES} --max_target_length 8"),
     "clip": ("clip", "captions", "--remove_unused_columns False", None),
     "image_classification": ("vit", None, f"{_FOLDERS} --remove_unused_columns False", _FOLDERS),
-    "mae": ("mae", None, f"{_MASKED} --remove_unused_columns False --base_learning_rate 0.1", None),
-    "mim": ("vit", None, f"{_PATCHES} --remove_unused_columns False", _PATCHES),
+    "mae": ("mae", None, f"{_MASKED} 0 --remove_unused_columns False --base_learning_rate 0.1", None),
+    "mim": ("vit", None, f"{_MASKED} 0 {_PATCHES} --remove_unused_columns False", f"{_MASKED} 0.2 {_PATCHES}"),
     "xnli": ("bert", None, "--language en --max_seq_length 32", None),
 }
-# Whose samples draw random numbers, so that they depend on how many processes load them: compared with as many.
+# Whose samples draw random numbers, so that they depend on how many processes load them.
 _DRAWN = ("mlm", "plm", "image_classification", "mae", "mim")
+# accelerate reads a batch ahead, which draws for it before an evaluation: these end with an epoch.
+_STEPS, _WHOLE_EPOCHS = re.compile(r"--max(_train)?_steps 5"), "--num_train_epochs 2"
 
 
 def _examples() -> dict[str, str]:
@@ -67,7 +70,9 @@ def _examples() -> dict[str, str]:
         for file, rest in ((f"run_{name}.py", f"{arguments} {_EXAMPLE}"), (f"run_{name}_no_trainer.py", of_loop)):
             if rest is not None:
                 rest = rest if rest is not of_loop else f"{rest} {_LOOP}"
-                found[file] = f"{start} {rest}".replace("BATCH", "4" if name in _DRAWN else "BATCH")
+                rest = _STEPS.sub(_WHOLE_EPOCHS, rest) if name in _DRAWN else rest
+                # Trainers of images without labels split off what they evaluate, without a seed.
+                found[file] = f"{start} {rest.replace('--do_eval', '') if f'{_MASKED} 0 ' in rest else rest}"
     return found
 
 
@@ -125,6 +130,11 @@ class Job:
         """As the table calls it: its file, with the folder where that tells what it is."""
         longer = f"{self.path.parent.name}/{self.path.name}"
         return longer if longer in ARGUMENTS else self.path.name
+
+    @property
+    def draws(self) -> bool:
+        """Whether its samples draw random numbers, of which each of several replicas has its own."""
+        return self.path.stem.removeprefix("run_").removesuffix("_no_trainer") in _DRAWN
 
     @property
     def has_batch(self) -> bool:

@@ -75,7 +75,7 @@ def test_replicas_draw_other_numbers_and_one_replica_the_plain_ones(workers: int
 
 def test_one_replica_draws_order_and_samples_in_turns_as_a_plain_loop() -> None:
     def collate(samples: list[Any]) -> Tensor:
-        return torch.stack([torch.cat([sample.float(), torch.rand(1)]) for (sample,) in samples])
+        return torch.stack([torch.stack([sample.float(), torch.rand(())]) for (sample,) in samples])
 
     torch.manual_seed(0)
     plain = [batch for loader in [DataLoader(DATA, 4, True, collate_fn=collate)] * 2 for batch in loader]
