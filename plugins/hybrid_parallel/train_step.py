@@ -101,6 +101,7 @@ class PipelineStep:
                 keep.append(_without(kept, loss.coupled_outputs if len(microbatches) > 1 else ()))
             return scaled(share, self.model.optimizers[0].loss_scale.value) if self.trains else share
 
+        loss.passes = len(microbatches)
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.trains))
             stack.enter_context(loss.reading(self.model, keeps_outputs=keep is not None))
@@ -108,22 +109,24 @@ class PipelineStep:
             self.model.agree_on_media(inputs)
             if self.trains and runtime.recorder is not None:
                 stack.enter_context(runtime.recorder.step())
-            if loss.balance is None:
+            if loss.balance is None and not loss.needs_all_forwards:
                 turns = runtime.turns(len(microbatches), self.trains)
                 runtime.run(turns, inputs, finish_forward, self._passes())
             else:
                 self._run_phases(runtime.begin(inputs, finish_forward, loss.balance), loss)
 
     def _run_phases(self, step: PassState, loss: StepLoss) -> None:
-        """Run all forward passes before any backward pass: the gradients of routers depend on all of them."""
+        """Run all forward passes before any backward pass, for gradients that depend on all of them."""
         runtime, balance = self.model.runtime, loss.balance
         forwards, backwards = runtime.phases(len(step.microbatches))
         runtime.execute(step, forwards)
-        value = balance.factor * balance.finish()
-        if runtime.has_last_stage:  # once for each replica
-            loss.total += value / self.mesh.size(DP_CP)
+        if balance is not None:
+            value = balance.factor * balance.finish()
+            if runtime.has_last_stage:  # once for each replica
+                loss.total += value / self.mesh.size(DP_CP)
+            if self.trains:
+                balance.weight = balance.factor * self.model.optimizers[0].loss_scale.value
         if self.trains:
-            balance.weight = balance.factor * self.model.optimizers[0].loss_scale.value
             runtime.execute(step, backwards, self._passes())
 
     def _passes(self) -> BackwardPasses | None:

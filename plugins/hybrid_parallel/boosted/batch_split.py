@@ -27,6 +27,7 @@ from plugins.hybrid_parallel.data.microbatch import (
     split_batch,
     stand_in,
 )
+from plugins.hybrid_parallel.loss.contrastive import compares_samples
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
 
@@ -91,7 +92,9 @@ class BatchSplitter:
             is_row = rows == 1 and may_be_packed(batch)  # which may have few documents in any step
             self._refuse_short_start(max(units, self.pipeline.least_batch_size) if is_row else units)
             self.model.checked_full_batch = True
-        count = self._num_microbatches(units, trains)
+        # Replicas wait for one another at features that all of them compare.
+        waits = self.model.replicas_wait(trains) or compares_samples(self.model.options.inside, batch)
+        count = self._num_microbatches(units, waits)
         tokens = self.model.options.media_tokens
         check_parts(self.model.unwrap(), batch, count)
         cuts = None if row is None or count < 2 else row.cuts(count, self.model.options.hidden_size)
@@ -142,14 +145,14 @@ class BatchSplitter:
             return packed_row(batch, losses.head_loss, has_labels=False) if stages > 1 else None
         return packed_row(batch, losses.head_loss) if losses.own_reason(batch) is None else None
 
-    def _num_microbatches(self, units: int, trains: bool) -> int:
+    def _num_microbatches(self, units: int, replicas_wait: bool) -> int:
         """Return the number of micro-batches.
 
         Args:
             units: number of samples, or of documents that are packed into a row.
-            trains: whether a backward pass follows.
+            replicas_wait: whether all replicas need as many.
         """
-        if self.model.replicas_wait(trains):
+        if replicas_wait:
             return agreed_microbatches(units, self.pipeline.microbatches_of, self.mesh)
         return self.pipeline.microbatches_of(units, self.mesh.size("pp")) if units else 0
 

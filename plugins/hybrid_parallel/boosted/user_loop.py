@@ -152,7 +152,7 @@ class PipelineCall:
         # Otherwise a stage would compute the loss of its own layers and tokens.
         not_of_stages = {ASKED: False} if asks_routers else {}
         inputs = [model.inputs_of(microbatch, loss) | not_of_stages for microbatch in microbatches]
-        trains, results, grads = torch.is_grad_enabled(), self.results, self.grads
+        trains, results, grads, loss.passes = torch.is_grad_enabled(), self.results, self.grads, len(inputs)
 
         def finish_forward(outputs: Any, index: int) -> OutputGradients | None:
             empty = index >= len(own)
@@ -160,7 +160,7 @@ class PipelineCall:
             if isinstance(loss, ModelStepLoss) and not _has_loss(outputs):
                 share = None  # a model without a head
             else:
-                share = empty_share(outputs, loss) if empty else loss.share(outputs, index)
+                share = empty_share(outputs, loss, index) if empty else loss.share(outputs, index)
             whole = model.gathered(outputs) if loss.reads_parallel_logits else outputs
             result = dict(whole) if isinstance(whole, Mapping) else {_BARE: whole}
             result = without_rows(result) if empty else result
@@ -356,12 +356,12 @@ def agree(mesh: HybridMesh, action: str) -> None:
     )
 
 
-def empty_share(outputs: Any, loss: StepLoss) -> Tensor | None:
+def empty_share(outputs: Any, loss: StepLoss, index: int = 0) -> Tensor | None:
     """Return the share of an empty batch in the loss: zero in the precision of the others; None without a loss."""
     if isinstance(loss, NoLoss):
         return None
     if loss.counts_without_rows:
-        return loss.share(outputs, 0)
+        return loss.share(outputs, index)
     nothing = nothing_of(outputs)
     return nothing.to(torch.promote_types(nothing.dtype, torch.float32))
 

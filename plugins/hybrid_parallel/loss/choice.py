@@ -15,7 +15,6 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.contrastive import (
     ContrastiveStepLoss,
-    check_one_part,
     compares_samples,
     coupled_outputs,
 )
@@ -74,6 +73,11 @@ class LossChoice:
         """
         loss = self._step_loss(microbatches, criterion, batch)
         loss.adds_exactly = self.adds_exactly
+        if self.adds_exactly and isinstance(loss, ContrastiveStepLoss):
+            raise ConfigurationError(
+                "reproducible=True adds up losses of single units, and a contrastive loss compares all samples of a "
+                "batch; use reproducible=False"
+            )
         if self.adds_exactly and (loss.balance is not None or getattr(loss, "routers", None) is not None):
             raise ConfigurationError(
                 "output_router_logits=True adds a loss over the router scores of a whole batch, which "
@@ -94,9 +98,8 @@ class LossChoice:
         are_spread = adds_routers and self._routers_are_spread(microbatches, is_known=reason is None)
         if reason is not None:
             if compares_samples(self.model, batch):
-                if self.compares_all:
-                    return ContrastiveStepLoss(self.model, microbatches, self.mesh, batch, reason)
-                check_one_part(microbatches)
+                given = microbatches, self.mesh, batch, reason, self.main_input
+                return ContrastiveStepLoss(self.model, *given, self.compares_all)
             if any(self.mesh.size(axis) > 1 for axis in ("pp", "dp", "cp", "tp")):
                 name = type(self.model).__name__
                 log_once(name, f"computes its loss itself, of whole logits and as a mean over samples: {reason}")

@@ -46,6 +46,8 @@ class StepLoss:
         coupled_outputs: names of outputs whose rows depend on other samples of the batch.
         adds_exactly: whether the total is the same bits in any order of micro-batches and replicas.
         counts_without_rows: whether a replica without samples has a share of the loss, too.
+        passes: forward passes of this step, those on placeholders included; set before `reading`.
+        needs_all_forwards: whether backward passes need what all forward passes have computed.
     """
 
     reads_parallel_logits = False
@@ -53,7 +55,8 @@ class StepLoss:
     own_entries: Collection[str] = ()
     balance: RouterBalance | None = None
     coupled_outputs: Collection[str] = ()
-    adds_exactly = counts_without_rows = False
+    adds_exactly = counts_without_rows = needs_all_forwards = False
+    passes = 1
 
     def __init__(self, microbatches: Microbatches, mesh: HybridMesh) -> None:
         self.microbatches, self.mesh = microbatches, mesh

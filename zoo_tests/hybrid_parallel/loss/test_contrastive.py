@@ -62,15 +62,23 @@ def _compare(kind: str, layout: dict[str, Any], rows: int) -> None:
     model, optimizer = booster.boost(model, SGD(model.parameters(), lr=0.5))
     share = _share(batch, plugin.dp_rank, plugin.dp_size)
     if layout.get("contrastive") == "replica":
-        parts = [_share(batch, rank, plugin.dp_size) for rank in range(plugin.dp_size)]
-        expected = sum(plain(**part).loss * len(part["input_ids"]) / rows for part in parts)
+        shares = [_share(batch, rank, plugin.dp_size) for rank in range(plugin.dp_size)]
+        expected = sum(plain(**each).loss * len(each["input_ids"]) / rows for each in shares)
     else:
         expected = plain(**batch).loss
-    outputs = model(**share)
-    torch.testing.assert_close(outputs.loss, expected, **_EXACT)
     own = len(share["input_ids"])
-    assert outputs.text_embeds.shape[0] == own and outputs.logits_per_text.shape == (own, own)
-    booster.backward(outputs.loss, optimizer)
+    parts = min(layout.get("num_microbatches", 1), own)
+    if parts > 1 and plugin.pp_size == 1:
+        result = booster.execute_pipeline(share, model, optimizer=optimizer, return_loss=True, return_outputs=True)
+        loss, outputs = result.loss, result.outputs
+    else:
+        outputs = model(**share)
+        loss = outputs.loss
+        booster.backward(loss, optimizer)
+    torch.testing.assert_close(loss, expected, **_EXACT)
+    embeds = plain(**share).text_embeds[:own].detach() if own else outputs.text_embeds
+    torch.testing.assert_close(outputs.text_embeds.detach(), embeds, **_EXACT)
+    assert parts > 1 or outputs.logits_per_text.shape == (own, own)
     expected.backward()
     optimizer.step()
     SGD(plain.parameters(), lr=0.5).step()
@@ -83,8 +91,12 @@ def _compare(kind: str, layout: dict[str, Any], rows: int) -> None:
         (2, "Siglip", {"zero_stage": 3}, 3),
         (2, "Siglip", {}, 1),
         (2, "CLIP", {"contrastive": "replica"}, 3),
+        (2, "CLIP", {"num_microbatches": 2}, 5),
+        (2, "CLIP", {"contrastive": "replica", "num_microbatches": 2, "zero_stage": 2}, 5),
+        (2, "CLIP", {"pp_size": 2, "num_microbatches": 3}, 5),
+        (2, "Siglip", {"tp_size": 2, "num_microbatches": 3}, 4),
         pytest.param(4, "CLIP", {"tp_size": 2}, 5, marks=pytest.mark.slow),
-        pytest.param(4, "CLIP", {"pp_size": 2, "num_microbatches": 1}, 3, marks=pytest.mark.slow),
+        pytest.param(4, "CLIP", {"pp_size": 2, "num_microbatches": 2}, 5, marks=pytest.mark.slow),
     ],
 )
 def test_samples_of_all_replicas_are_compared(ranks: int, kind: str, layout: dict[str, Any], rows: int) -> None:
@@ -97,16 +109,12 @@ class OfUnknownFeatures(SiglipModel):
 
 @distributed(2)
 def test_what_cannot_be_compared_is_refused() -> None:
-    model = _model("CLIP")
-    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, num_microbatches=2))
-    model, optimizer = booster.boost(model, SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigurationError, match="which is cut into 2 micro-batches; use num_microbatches=1"):
-        booster.execute_pipeline(_batch(4), model, optimizer=optimizer)
-    model = OfUnknownFeatures(_model("Siglip").config)
-    booster = Booster(plugin=HybridParallelPlugin())
-    model, optimizer = booster.boost(model, SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigurationError, match=r"of which dp_size=2 replicas have parts; .*contrastive='replica'"):
-        model(**_batch(2))
+    for options, parts in (({}, "dp_size=2 replicas"), ({"contrastive": "replica", "num_microbatches": 2}, "2 micro")):
+        model = OfUnknownFeatures(_model("Siglip").config)
+        booster = Booster(plugin=HybridParallelPlugin(**options))
+        model, optimizer = booster.boost(model, SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ConfigurationError, match=rf"of which {parts}.* have parts; .*contrastive='replica'"):
+            booster.execute_pipeline(_batch(4), model, optimizer=optimizer)
 
 
 def test_the_models_that_compare_samples_are_known() -> None:
