@@ -137,12 +137,12 @@ class Takeover(MetaPathFinder):
     def _join(self) -> None:
         """Join the job; the first time, have all ranks go on with the random numbers of rank 0.
 
-        So a script that splits data or builds a model without a seed does it alike on all ranks, as in one process.
+        So a script that splits data or builds a model without a seed does the same on all ranks.
         """
         _join()
         if not self._has_joined:
             self._has_joined = True
-            _draw_alike()
+            _share_random_states()
 
     def _use(self, given: type, model: Any = None, args: Any = None) -> Any:
         """Return the plugin for an object of a class; the first time, say what is taken over and which layout is used.
@@ -379,7 +379,7 @@ def _join(**options: Any) -> None:
     launch_from_torch(seed=None, **options)
 
 
-def _draw_alike() -> None:
+def _share_random_states() -> None:
     """Give the default generators of torch, Python and numpy the states that they have on rank 0."""
     import json
     import random

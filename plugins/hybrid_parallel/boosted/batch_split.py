@@ -93,8 +93,10 @@ class BatchSplitter:
             self._refuse_short_start(max(units, self.pipeline.least_batch_size) if is_row else units)
             self.model.checked_full_batch = True
         # Replicas wait for one another at features that all of them compare.
-        waits = self.model.replicas_wait(trains) or compares_samples(self.model.options.inside, batch)
-        count = self._num_microbatches(units, waits)
+        if self.model.replicas_wait(trains) or compares_samples(self.model.options.inside, batch):
+            count = agreed_microbatches(units, self.pipeline.microbatches_of, self.mesh)
+        else:
+            count = self.pipeline.microbatches_of(units, self.mesh.size("pp")) if units else 0
         tokens = self.model.options.media_tokens
         check_parts(self.model.unwrap(), batch, count)
         cuts = None if row is None or count < 2 else row.cuts(count, self.model.options.hidden_size)
@@ -144,17 +146,6 @@ class BatchSplitter:
         if losses.lacks_labels(batch):  # on one stage, the outputs may include attentions of the whole row
             return packed_row(batch, losses.head_loss, has_labels=False) if stages > 1 else None
         return packed_row(batch, losses.head_loss) if losses.own_reason(batch) is None else None
-
-    def _num_microbatches(self, units: int, replicas_wait: bool) -> int:
-        """Return the number of micro-batches.
-
-        Args:
-            units: number of samples, or of documents that are packed into a row.
-            replicas_wait: whether all replicas need as many.
-        """
-        if replicas_wait:
-            return agreed_microbatches(units, self.pipeline.microbatches_of, self.mesh)
-        return self.pipeline.microbatches_of(units, self.mesh.size("pp")) if units else 0
 
     def _refuse_short_start(self, units: int) -> None:
         """Refuse a first batch that cannot fill the pipeline; only the last batch of an epoch may be short.
