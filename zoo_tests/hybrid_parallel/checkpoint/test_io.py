@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -326,6 +326,61 @@ def test_states_of_the_users_objects_come_back_equal(tmp_path: Path) -> None:
             extra = load(lr_scheduler=other)
             assert repr(other.state_dict()) == repr(expected)
             assert extra in (None, {"extra": {6: ("seven", {8})}})
+
+
+_RATES = torch.optim.lr_scheduler
+_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda optimizer: _RATES.LambdaLR(optimizer, lambda step: 0.9**step),
+    "multiplicative": lambda optimizer: _RATES.MultiplicativeLR(optimizer, lambda step: 0.9 + step / 100),
+    "step": lambda optimizer: _RATES.StepLR(optimizer, 3),
+    "milestones": lambda optimizer: _RATES.MultiStepLR(optimizer, [2, 5, 6]),
+    "constant": lambda optimizer: _RATES.ConstantLR(optimizer, total_iters=5),
+    "linear": lambda optimizer: _RATES.LinearLR(optimizer, total_iters=6),
+    "exponential": lambda optimizer: _RATES.ExponentialLR(optimizer, 0.8),
+    "polynomial": lambda optimizer: _RATES.PolynomialLR(optimizer, total_iters=6, power=2.0),
+    "cosine": lambda optimizer: _RATES.CosineAnnealingLR(optimizer, 6),
+    "restarts": lambda optimizer: _RATES.CosineAnnealingWarmRestarts(optimizer, 2, 2),
+    "cycle of rate and momentum": lambda optimizer: _RATES.CyclicLR(optimizer, 0.01, 0.2, step_size_up=3),
+    "one cycle": lambda optimizer: _RATES.OneCycleLR(optimizer, 0.2, total_steps=9),
+    "plateau": lambda optimizer: _RATES.ReduceLROnPlateau(optimizer, patience=1),
+    "chained": lambda optimizer: _RATES.ChainedScheduler(
+        [_RATES.MultiStepLR(optimizer, [5]), _RATES.StepLR(optimizer, 2)]
+    ),
+    "in sequence": lambda optimizer: _RATES.SequentialLR(
+        optimizer, [_RATES.LinearLR(optimizer), _RATES.MultiStepLR(optimizer, [2, 3])], [4]
+    ),
+}
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_schedulers_lead_to_the_weights_of_a_plain_run(tmp_path: Path) -> None:
+    """Each of torch's is saved before and after a change of the rate, and the run goes on with new objects."""
+    for name, make in _SCHEDULERS.items():
+        plain = toy()
+        booster, model = Booster(plugin=HybridParallelPlugin()), toy()
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        expected = make(reference)
+        model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        scheduler = make(optimizer)
+        for step in range(8):
+            batch = global_batch(step)
+            mean_square(plain(batch["x"]), batch).backward()
+            booster.execute_pipeline(share_of(batch), model, mean_square, optimizer=optimizer)
+            for stepped, rates in ((reference, expected), (optimizer, scheduler)):
+                stepped.step()
+                stepped.zero_grad()
+                rates.step(*[1.0] * (name == "plateau"))
+            assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"], name
+            if step in (3, 4):
+                place = tmp_path / f"{name} {step}"
+                booster.save_checkpoint(place, model=model, optimizer=optimizer, lr_scheduler=scheduler)
+                model = toy()
+                model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+                scheduler = make(optimizer)
+                booster.load_checkpoint(place, model=model, optimizer=optimizer, lr_scheduler=scheduler)
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-12, msg=name)
 
 
 @distributed(2)
