@@ -5,6 +5,8 @@ paper, which saves s b h (34 + 5 a s / h) bytes. Tensor parallelism shards all b
 shards those too; selective recomputation drops 5 a s / h. The paper counts one byte for each element of a dropout
 mask, as torch does on GPUs; on CPUs torch saves the factors, two bytes in bf16. With the m bytes of the device, the
 formula is s b h (32 + 2 m + (4 + m) a s / h). Fused attention saves no scores, like selective recomputation.
+Recomputation of whole layers keeps the input, 2 s b h; recomputation by operators also keeps the results of the six
+products with weights (3 before the attention, 1 after it, 4 + 1 of the MLP), 18 s b h.
 
 A dispatch mode counts all storages that are alive once the loss is computed. The difference between models of four and
 two layers is the memory of two layers.
@@ -35,12 +37,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "enable_sequence_parallelism": True,
         "gradient_checkpointing": "selective",
     },
+    "tp2, sequence parallel, operators": {
+        "tp_size": 2,
+        "enable_sequence_parallelism": True,
+        "gradient_checkpointing": "operators",
+    },
+    "tp2, sequence parallel, full": {
+        "tp_size": 2,
+        "enable_sequence_parallelism": True,
+        "gradient_checkpointing": "full",
+    },
 }
+_OF_RECOMPUTED = {"operators": 20, "full": 2}
 
 
 def formula(options: dict[str, Any], length: int) -> float:
     """Return the bytes per layer and rank by the paper's formula."""
     ranks, sequence = options.get("tp_size", 1), options.get("enable_sequence_parallelism", False)
+    if (kept := _OF_RECOMPUTED.get(options.get("gradient_checkpointing"))) is not None:
+        return BATCH * length * HIDDEN * kept / ranks
     everywhere = 8 + 2 * _MASK_BYTES  # inputs of norms and products, masks of the dropouts after them
     scores = 0.0 if options.get("gradient_checkpointing") else (4 + _MASK_BYTES) * HEADS * length / HIDDEN
     each = (everywhere / ranks if sequence else everywhere) + (24 + scores) / ranks

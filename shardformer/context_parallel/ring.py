@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from shardformer.attention import log_once
 from shardformer.attention.kernel_limits import AMPERE, HALF, Capability, capability_of, has_backward_of_large_heads
-from shardformer.utils.untraced import untraced
+from shardformer.utils.untraced import computed_once, untraced
 
 _aten = torch.ops.aten
 
@@ -308,24 +309,7 @@ class _RingAttention(torch.autograd.Function):
         softmax: Softmax,
         group: ProcessGroup,
     ) -> Tensor:
-        precise = torch.promote_types(query.dtype, torch.float32)
-        rows, heads, length, _ = query.shape
-        # Memory layout [batch, part, heads, head_dim], which the output projection reads: saves a copy.
-        found = query.new_zeros((rows, length, heads, value.shape[-1]), dtype=precise).transpose(1, 2)
-        logs = found.new_full(query.shape[:-1], -torch.inf)
-        held, ring = torch.cat([key, value], -1), _Ring(group)
-        for step in range(ring.size):
-            coming = ring.pass_on(held) if step < ring.size - 1 else None
-            keys, values = held.split([key.shape[-1], value.shape[-1]], -1)
-            source = ring.source(step)
-            for number, block in enumerate(blocks(source)):
-                q, k = block.queries, block.keys
-                parts = (query[:, :, q], keys[:, :, k], values[:, :, k])
-                merge(found[:, :, q], logs[:, :, q], *attend(*parts, block, _seeded(softmax, source, number)))
-            held = ring.received(coming) if coming else held
-        if sinks is not None:
-            merge(found, logs, found.new_zeros(()), sinks.to(logs.dtype)[:, None].expand_as(logs))
-        found = found.to(query.dtype)
+        found, logs = computed_once(partial(_attend_around, query, key, value, sinks, blocks, softmax, group))
         ctx.save_for_backward(query, key, value, sinks, found, logs)
         ctx.blocks, ctx.softmax, ctx.group = blocks, softmax, group
         return found
@@ -359,6 +343,36 @@ class _RingAttention(torch.autograd.Function):
         grad_key, grad_value = ring.received(travelling).split(sizes, -1)  # back at the rank that holds the keys
         grads = grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
         return *grads, None if sinks is None else _grad_of_sinks(grad, found, logs, sinks), None, None, None
+
+
+def _attend_around(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    blocks: Blocks,
+    softmax: Softmax,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """Return what `ring_attention` does, and log-sum-exps, [batch, heads, part]."""
+    precise = torch.promote_types(query.dtype, torch.float32)
+    rows, heads, length, _ = query.shape
+    # Memory layout [batch, part, heads, head_dim], which the output projection reads: saves a copy.
+    found = query.new_zeros((rows, length, heads, value.shape[-1]), dtype=precise).transpose(1, 2)
+    logs = found.new_full(query.shape[:-1], -torch.inf)
+    held, ring = torch.cat([key, value], -1), _Ring(group)
+    for step in range(ring.size):
+        coming = ring.pass_on(held) if step < ring.size - 1 else None
+        keys, values = held.split([key.shape[-1], value.shape[-1]], -1)
+        source = ring.source(step)
+        for number, block in enumerate(blocks(source)):
+            q, k = block.queries, block.keys
+            parts = (query[:, :, q], keys[:, :, k], values[:, :, k])
+            merge(found[:, :, q], logs[:, :, q], *attend(*parts, block, _seeded(softmax, source, number)))
+        held = ring.received(coming) if coming else held
+    if sinks is not None:
+        merge(found, logs, found.new_zeros(()), sinks.to(logs.dtype)[:, None].expand_as(logs))
+    return found.to(query.dtype), logs
 
 
 def _grad_of_sinks(grad: Tensor, found: Tensor, logs: Tensor, sinks: Tensor) -> Tensor:

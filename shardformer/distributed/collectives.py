@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from shardformer.distributed.blocks import BlockedTensor, blocks_of, copy_to_blocks, joined_blocks, reduce_from_blocks
 from shardformer.shard_spec import ShardSpec
 from shardformer.utils.freed_memory import as_bytes
-from shardformer.utils.untraced import untraced
+from shardformer.utils.untraced import saved_results, untraced
 
 # torch 2.13 renames both; earlier releases have the old names only.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -210,6 +210,8 @@ def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """
     if isinstance(x, BlockedTensor):
         return reduce_from_blocks(x, group)
+    if saved_results.get() is not None:  # which may have saved this very memory
+        x = x.clone()
     # No autograd node: passing the gradient through one would cost as much as the collective.
     dist.all_reduce(x.detach(), group=group)
     return x

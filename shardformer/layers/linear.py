@@ -27,12 +27,12 @@ from shardformer.distributed.collectives import (
 )
 from shardformer.distributed.process_groups import LOCAL, ProcessGroups, new_group
 from shardformer.layers.blocked_linear import BlockedShard, blocked_linear
-from shardformer.layers.linear_autograd import ColumnLinear, GatheredLinear
+from shardformer.layers.linear_autograd import ColumnLinear, GatheredLinear, RowLinear
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.matmul.weight_grad import MatmulLayer, autocast
-from shardformer.sequence_parallel.split_gather import PendingGather, SequenceParallel, first_input
+from shardformer.sequence_parallel.split_gather import SEQ_DIM, PendingGather, SequenceParallel, first_input
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, parameter_like, shard_parameter
-from shardformer.utils.untraced import call_through, untraced
+from shardformer.utils.untraced import call_through, saved_results, untraced
 
 
 class ColumnParallelLinear(ParallelModule, MatmulLayer):
@@ -235,12 +235,24 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
         """Compute [batch, seq, in] -> [batch, seq, out]; which of the two are shards depends on the layer."""
         if self.splits_input:
             x = split_features(x, self.weight.shard_spec, self.group)
+        weight = self.weight.t() if self.transposed else self.weight
         if isinstance(x, BlockedTensor):
             out = blocked_linear(x, self.weight, None, self._blocks)
+        elif saved_results.get() is not None:
+            out = self._summed(*autocast(x, weight))
+            return out if self.bias is None or not self.adds_bias else out + self.bias.to(out.dtype)
         else:
-            out = self.linear(x, self.weight.t() if self.transposed else self.weight)
+            out = self.linear(x, weight)
         out = reduce_from_region(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
         return out if self.bias is None or not self.adds_bias else out + self.bias.to(out.dtype)
+
+    def _summed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply and sum over ranks in one node, whose result is saved where the layer is recomputed by operators."""
+        if self.sequence is None:
+            return RowLinear.apply(x, weight, None, self.group, self)
+        if x.dim() == 2:
+            return self._summed(x.unflatten(0, (-1, self.sequence.length)), weight).flatten(0, 1)
+        return RowLinear.apply(x, weight, SEQ_DIM, self.group, self)
 
     def extra_repr(self) -> str:
         """Describe the shard for `repr`."""

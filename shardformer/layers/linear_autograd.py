@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.collectives import without_base
+from shardformer.distributed.collectives import all_gather_dim, reduce_scatter_dim, without_base
+from shardformer.matmul.backends import NATIVE
 from shardformer.matmul.weight_grad import MatmulLayer, autocast, matrix, weight_gradient
 from shardformer.sequence_parallel.split_gather import PendingGather
+from shardformer.utils.untraced import computed_once
 
 
 class GatheredLinear(torch.autograd.Function):
@@ -104,6 +106,41 @@ class ColumnLinear(torch.autograd.Function):
             work.wait()
             grad_x = grad_x.view_as(x)
         return grad_x, None, None, None, *grad_weights, *grad_biases
+
+
+class RowLinear(torch.autograd.Function):
+    """y = g(x W^T), or g-bar*: the sum over ranks is a part of the product, whose own result is never saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, dim: int | None, group: ProcessGroup, layer: MatmulLayer
+    ) -> Tensor:
+        """Compute [..., local in] -> [..., out]; `dim` is the one that ranks have a part of, or None."""
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.dim, ctx.group = weight, dim, group
+        ctx.backend, ctx.store = layer.matmul_backend, layer.weight_grad_store
+
+        def product() -> Tensor:
+            out = ctx.backend.forward(x, weight)
+            if dim is not None:
+                return reduce_scatter_dim(out, dim, group)
+            dist.all_reduce(out, group=group)
+            return out
+
+        return computed_once(product)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute both gradients from the gradient of all tokens."""
+        x, weight = ctx.saved_tensors
+        if ctx.dim is not None:
+            grad = all_gather_dim(grad, ctx.dim, ctx.group, x.shape[ctx.dim])
+        flat, needs = matrix(grad), ctx.needs_input_grad
+        used = weight if ctx.backend is NATIVE else ctx.weight  # see `_Linear`
+        grad_x = ctx.backend.grad_input(flat, used).view_as(x) if needs[0] else None
+        grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.backend, ctx.store) if needs[1] else None
+        return grad_x, grad_weight, None, None, None
 
 
 def _weight_gradients(

@@ -95,7 +95,7 @@ class Float8Matmul(MatmulBackend):
         if not _fits(flat, *weight.shape):
             return super().forward(x, weight, bias)
         out = _multiply(self._rounded(flat), self._rounded_weight(weight), x.dtype, is_forward=True)
-        out = out if bias is None else out.add_(bias)
+        out = out if bias is None else out + bias
         return no_view(out.view(*x.shape[:-1], out.shape[-1]))
 
     def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,17 @@ class RecomputedLayer(nn.Module):
 
     Attributes:
         gradient_checkpointing: whether the layer is recomputed, by the name that layers of transformers have for it.
+        how: keywords of `checkpoint`.
     """
 
     gradient_checkpointing = True
+    how: Mapping[str, Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward, and keep nothing of it but its inputs."""
         if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
             return super().forward(*args, **kwargs)
-        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(super().forward, *args, **self.how, **kwargs)
 
 
 def layers_without_recomputation(model: nn.Module) -> list[nn.Module]:
@@ -53,6 +55,9 @@ def layers_without_recomputation(model: nn.Module) -> list[nn.Module]:
     return [] if by_transformers or writes_cache else layers
 
 
-def recompute_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Let `layers` of `model` be recomputed, in place."""
-    replace_modules(model, {layer: derive(layer, RecomputedLayer) for layer in layers})
+def recompute_layers(model: nn.Module, layers: Sequence[nn.Module], how: Mapping[str, Any]) -> None:
+    """Let `layers` of `model` be recomputed, in place; `how` are keywords of `checkpoint`."""
+    found = {layer: derive(layer, RecomputedLayer) for layer in layers}
+    replace_modules(model, found)
+    for layer in found.values():
+        layer.how = how

@@ -45,6 +45,7 @@ _FIVE_GROUPS = {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim":
 _FLASH = {"enable_flash_attention": True}
 _FUSED = {"enable_jit_fused": True}
 _OVERLAP = {"enable_sequence_overlap": True}
+_OPERATORS = {"gradient_checkpointing": "operators"}
 _RECOMPUTED_OVERLAP = {**_OVERLAP, "gradient_checkpointing": "full"}
 
 FAST = [
@@ -54,6 +55,7 @@ FAST = [
     _case("llama", "tp4", sp=True, optimizer="momentum", max_norm=_CLIP, config=_TIED),
     _case("gpt2", "tp2pp2", sp=True, optimizer="adamw", max_norm=_CLIP),
     _case("bert", "pp2dp2", zero=0, optimizer="momentum", max_norm=_CLIP),
+    _case("llama", "tp2", sp=True, options=_OPERATORS),
     # Micro-batches that differ in size, and schedules.
     _case("bert", "pp2", rows=5, optimizer="adamw", options={"num_microbatches": 3}),
     # Heads that the ranks do not divide: 2, 2, 1, 1, alone and in groups around a key/value head.
@@ -63,6 +65,17 @@ FAST = [
 ]
 
 SLOW = [
+    _case("bert", "tp2", options=_OPERATORS),
+    _case("gpt2", "tp2", options={**_OPERATORS, **_FUSED}),
+    _case("opt", "tp2", sp=True, options=_OPERATORS, precision="fp32"),
+    _case("t5", "tp2pp2", options=_OPERATORS, precision="fp32"),
+    _case("mixtral", "tp2", sp=True, options=_OPERATORS, precision="fp32"),
+    _case("swin", "tp2", head="image", options=_OPERATORS),
+    _case("deberta_v2", "tp2", head="masked_lm", options=_OPERATORS),
+    _case("llama", "cp2", options=_OPERATORS),
+    _case("llama", "tp2pp2", sp=True, config=_EAGER, options={**_OPERATORS, **_OVERLAP}, precision="fp32"),
+    _case("llama", "pp2", options={**_OPERATORS, "pp_style": "zero_bubble"}),
+    _case("llama", "pp2dp2", zero=3, options=_OPERATORS, optimizer="adamw"),
     _case("bert", "tp2pp2", sp=True, options=_FUSED),
     _case("bert", "tp2pp2", options=_FLASH),
     _case("llama", "pp2", rows=7, config=_TIED, options={"pp_style": "gpipe", "num_microbatches": 2}),

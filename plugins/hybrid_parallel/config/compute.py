@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from plugins.hybrid_parallel.config.option_group import SWITCH, OptionGroup, Rule, is_number, one_of, option, positive
 from shardformer.attention.backends import NAMES
 
-_RECOMPUTED = "is not available; use None, 'full', 'selective' or a share of layers such as 0.5"
+_CHOICES = ("full", "operators", "selective")
+_RECOMPUTED = "is not available; use None, 'full', 'operators', 'selective' or a share of layers such as 0.5"
 _BACKENDS = f"is not an attention backend; use True, False or one of {', '.join(NAMES)}"
 
 
@@ -22,8 +23,9 @@ class KernelOptions(OptionGroup):
         enable_sequence_overlap: overlap the communication of sequence parallelism with matrix products.
         enable_all_optimization: enable every optimisation that is available.
         gradient_checkpointing: "full" recomputes every layer in the backward pass; a fraction in (0, 1] recomputes this
-            share of each stage's layers, counted from its first; "selective" recomputes the attention kernels that
-            store their scores; None keeps all activations.
+            share of each stage's layers, counted from its first; "operators" saves the results of each layer's matrix
+            products and attention, and recomputes the rest; "selective" recomputes the attention kernels that store
+            their scores; None keeps all activations.
         compile_layers: compile each layer with `torch.compile`; off by default, because no GPU has measured it.
     """
 
@@ -46,7 +48,10 @@ class KernelOptions(OptionGroup):
         Rule(
             (
                 (lambda value: isinstance(value, str) or is_number(value), _RECOMPUTED),
-                (lambda value: value in ("full", "selective") or (is_number(value) and 0 < value <= 1), _RECOMPUTED),
+                (
+                    lambda value: value in ("full", "operators", "selective") or (is_number(value) and 0 < value <= 1),
+                    _RECOMPUTED,
+                ),
             ),
             0.5,
         ),

@@ -122,6 +122,11 @@ class HybridParallelConfig:
                 "precision='fp8' rounds all weights once a step, of which zero_stage=3 keeps a part; use zero_stage=2, "
                 "or precision='bf16'"
             )
+        if self.offload.offload_activations and self.kernels.gradient_checkpointing == "operators":
+            problems.append(
+                f"offload_activations={str(self.offload.offload_activations)!r} does not see what "
+                "gradient_checkpointing='operators' saves; use 'full', or offload_activations=None"
+            )
         if self.offload.offload_parameters and self.zero.zero_stage != 3:
             problems.append(
                 f"offload_parameters={str(self.offload.offload_parameters)!r} needs zero_stage=3, which gathers "
@@ -145,8 +150,13 @@ class HybridParallelConfig:
             )
         if self.debugging.debug:
             problems.append("debug=True looks into every module, which compile_layers=True merges; use one of them")
+        if kernels.gradient_checkpointing == "operators":
+            problems.append(
+                "gradient_checkpointing='operators' chooses what is computed again, as the compiler does under "
+                "compile_layers=True; use one of them"
+            )
         breaks = self._breaks_of_graphs()
-        if kernels.gradient_checkpointing not in (None, "selective") and breaks:
+        if kernels.gradient_checkpointing not in (None, "operators", "selective") and breaks:
             problems.append(
                 f"gradient_checkpointing={kernels.gradient_checkpointing!r} with compile_layers=True needs whole "
                 f"layers in a graph, which {breaks[0]} interrupts; use gradient_checkpointing=None, or "

@@ -12,7 +12,8 @@ from plugins.hybrid_parallel.planner.device import Link
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.profile import PartCost
 
-_ADDED = ("forward", "backward", "weights", "forward_talk", "backward_talk", "flops", "saved", "deferred")
+_ADDED = ("forward", "backward", "weights", "forward_talk", "backward_talk", "flops", "saved", "again", "again_talk")
+_ADDED += ("results", "deferred")
 # Parts of the memory of a rank, and of the seconds of a step.
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "temporary")
 SECONDS_PARTS = ("compute", "comm", "bubble", "gathers", "reduction", "optimizer", "offload")
@@ -192,14 +193,21 @@ def shared_over(cost: PartCost, cp_size: int, link: Link, gathered: float) -> Pa
     )
 
 
-def recomputed(cost: PartCost) -> PartCost:
-    """Return the cost of a layer that saves only its input and is recomputed before its backward pass."""
+def recomputed(cost: PartCost, by_operators: bool = False) -> PartCost:
+    """Return the cost of a layer that saves its input, and is recomputed before its backward pass.
+
+    Args:
+        by_operators: whether it saves the results of products and attention as well, and only repeats the rest.
+    """
+    again, talk, results = cost.forward, cost.forward_talk, 0.0
+    if by_operators:
+        again, talk, results = cost.again, cost.again_talk, cost.results
     return replace(
         cost,
-        backward=cost.backward + cost.forward,
-        backward_talk=cost.backward_talk + cost.forward_talk,
-        saved=cost.output,
-        backward_peak=cost.saved + max(cost.backward_peak, cost.forward_peak),
+        backward=cost.backward + again,
+        backward_talk=cost.backward_talk + talk,
+        saved=cost.output + results,
+        backward_peak=max(0.0, cost.saved - results) + max(cost.backward_peak, cost.forward_peak),
     )
 
 

@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from booster.errors import ConfigurationError
 from shardformer.cross_entropy.chunking import finds_gradients
+from shardformer.utils.untraced import is_saved
 
 # Part of a model: ("layer", list, kind), or ("gap", list) for what runs before that list; the last gap is the head.
 Part = tuple
@@ -40,6 +41,7 @@ class Operator:
         bytes: bytes read and written.
         early: whether it computes gradients during the forward pass.
         is_causal: whether it is attention that skips the pairs above the diagonal.
+        is_saved: whether recomputation by operators saves its results.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class Operator:
     bytes: float
     early: bool = False
     is_causal: bool = False
+    is_saved: bool = False
 
 
 @dataclass
@@ -71,6 +74,7 @@ class PartRecord:
     Attributes:
         forward, backward: its passes.
         saved: bytes that its forward pass saves for the backward pass.
+        results: bytes of the results that recomputation by operators saves.
         deferred: bytes of the inputs of its products with weights, and of the gradients of their outputs, which the
             first half of a split backward pass leaves to the second.
         output: bytes of the hidden state that it returns.
@@ -79,6 +83,7 @@ class PartRecord:
     forward: PassRecord = field(default_factory=PassRecord)
     backward: PassRecord = field(default_factory=PassRecord)
     saved: float = 0.0
+    results: float = 0.0
     deferred: float = 0.0
     output: float = 0.0
 
@@ -161,6 +166,9 @@ class Recorder(TorchDispatchMode):
             self._communicate(name.partition("::")[2], inputs)
         elif not func.is_view and not any(word in name.partition("::")[2] for word in _MOVES_NOTHING):
             operator = count_operator(func, args, kwargs or {}, inputs, outputs, result)
+            if not self.backwards and is_saved(func, *args, **(kwargs or {})):
+                operator = replace(operator, is_saved=True)
+                self._record.results += sum(map(_bytes, outputs))
             self._pass.operators.append(operator)
             if operator.kind == "matmul" and not operator.early and not self.backwards:
                 self._defer(inputs, outputs)
@@ -194,6 +202,8 @@ class Recorder(TorchDispatchMode):
         if kind is not None:
             size = max(tensor.numel() * tensor.element_size() for tensor in inputs)
             self._pass.collectives.append((kind, float(size)))
+            if kind == "reduce_scatter" and not self.backwards:  # of a product, of which this rank saves its part
+                self._record.results += min(map(_bytes, inputs)) - size
 
     def _save(self, tensor: Tensor) -> Tensor:
         key = _key(tensor)

@@ -264,7 +264,7 @@ class Predictor:
         self, layout: Layout, stages: Sequence[StageParts], ranks: Sequence[Sequence[int]]
     ) -> list[StageCost]:
         found: dict[int, StageCost] = {}
-        share = {None: 0.0, "full": 1.0}.get(layout.recomputation, layout.recomputation)
+        share = {None: 0.0, "full": 1.0, "operators": 1.0}.get(layout.recomputation, layout.recomputation)
         for own in ranks:
             left = ceil(share * sum(len(stages[stage].layers) for stage in own))
             for stage in own:
@@ -280,11 +280,12 @@ class Predictor:
 
         Results are cached, because most stages are equal.
         """
-        key = (layout.tp_size, layout.cp_size, layout.sequence, layout.rows, kept, again, gaps)
+        by_operators = layout.recomputation == "operators"
+        key = (layout.tp_size, layout.cp_size, layout.sequence, layout.rows, by_operators, kept, again, gaps)
         if key not in self._costs:
             parts = self.parts(layout)
             layers = [(parts[part], count) for part, count in Counter(kept).items()]
-            layers += [(recomputed(parts[part]), count) for part, count in Counter(again).items()]
+            layers += [(recomputed(parts[part], by_operators), count) for part, count in Counter(again).items()]
             last = (*again, *kept)[-1:]
             self._costs[key] = StageCost.of(
                 layers, [(parts[gap], 1) for gap in gaps], parts[last[0]].output if last else 0.0

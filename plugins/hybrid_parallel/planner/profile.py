@@ -54,6 +54,8 @@ class PartCost:
         forward_talk, backward_talk: seconds of collectives over the tensor-parallel ranks.
         flops: FLOPs of the forward pass.
         saved: bytes saved for the backward pass.
+        again, again_talk: the part of `forward` and `forward_talk` that recomputation by operators repeats.
+        results: bytes that it saves besides the input.
         deferred: bytes that the first half of a split backward pass leaves to the second.
         output: bytes of the hidden state that the part returns.
         forward_peak, backward_peak: additional bytes while the part runs.
@@ -66,6 +68,9 @@ class PartCost:
     backward_talk: float = 0.0
     flops: float = 0.0
     saved: float = 0.0
+    again: float = 0.0
+    again_talk: float = 0.0
+    results: float = 0.0
     deferred: float = 0.0
     output: float = 0.0
     forward_peak: float = 0.0
@@ -76,7 +81,8 @@ class PartCost:
         if times is None:
             return self
         late = times.backward * self.weights / self.backward if self.backward else 0.0
-        return replace(self, forward=times.forward, backward=times.backward, weights=late)
+        again = times.forward * self.again / self.forward if self.forward else 0.0
+        return replace(self, forward=times.forward, backward=times.backward, weights=late, again=again)
 
     def mixed(self, other: PartCost, share: float) -> PartCost:
         """Interpolate linearly from this cost (`share` 0) to `other` (1), or extrapolate; values stay non-negative."""
@@ -243,6 +249,9 @@ class Profiler:
             backward_talk=_talk(backward, link, tp_size),
             flops=sum(self._useful(each) for each in forward.operators if not each.early),
             saved=record.saved,
+            again=self._seconds([each for each in forward.operators if not each.is_saved]),
+            again_talk=_talk(replace(forward, collectives=_repeated(forward)), link, tp_size),
+            results=record.results,
             deferred=record.deferred,
             output=record.output,
             forward_peak=forward.peak,
@@ -266,6 +275,11 @@ class Profiler:
             peak = self.device.flops[self.precision] * self.device.attention_efficiency
             return max(operator.flops / peak, memory)
         return memory * self.device.elementwise
+
+
+def _repeated(record: PassRecord) -> list[tuple[str, float]]:
+    """Return the collectives that recomputation by operators repeats: sums over ranks belong to products."""
+    return [each for each in record.collectives if each[0] not in ("all_reduce", "reduce_scatter")]
 
 
 def _talk(record: PassRecord, link: Any, ranks: int) -> float:

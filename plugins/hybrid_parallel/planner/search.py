@@ -12,7 +12,7 @@ from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.op_recorder import TooManyOperators
 from plugins.hybrid_parallel.planner.predict import Predictor
 
-RECOMPUTATIONS = (None, 0.5, "full")
+RECOMPUTATIONS = (None, 0.5, "operators", "full")
 
 
 @dataclass(frozen=True)

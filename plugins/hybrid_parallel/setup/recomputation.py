@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import nn
 
 from booster.errors import ConfigurationError
 from shardformer.attention import recompute_attention, uses_registry
 from shardformer.transforms.recomputed_layers import RecomputedLayer, layers_without_recomputation, recompute_layers
+from shardformer.utils.untraced import contexts_by_operators
 
 _SWITCH = "gradient_checkpointing_enable"
 
@@ -43,15 +45,16 @@ def check_recomputation(wanted: str | float | None, model: nn.Module) -> None:
 
 
 def recompute(wanted: str | float | None, model: nn.Module) -> None:
-    """Turn on recomputation of the attention, or of all layers, of a whole model."""
+    """Turn on recomputation of the attention, or of all layers or their operators, of a whole model."""
     if wanted == "selective":
         recompute_attention(model)
         return
+    how = {"use_reentrant": False} | ({"context_fn": contexts_by_operators} if wanted == "operators" else {})
     for each in _recomputed_models(model) if wanted else ():
         if layers := layers_without_recomputation(each):
-            recompute_layers(each, layers)
+            recompute_layers(each, layers, how)
         else:
-            _recompute_by_transformers(each)
+            _recompute_by_transformers(each, how)
 
 
 def _recomputed_models(model: nn.Module) -> list[nn.Module]:
@@ -81,9 +84,8 @@ def recompute_share(model: nn.Module, share: float) -> None:
         layer.gradient_checkpointing = False
 
 
-def _recompute_by_transformers(model: nn.Module) -> None:
+def _recompute_by_transformers(model: nn.Module, how: dict[str, Any]) -> None:
     """Turn on recomputation by transformers' own switch, which has another name in newer releases."""
-    how = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
     else:

@@ -201,7 +201,7 @@ def _options(numbers: Draw, name: str, sizes: Mapping[str, int], config: Mapping
     options |= _microbatches(numbers) | _schedule(numbers, name, sizes, config)
     options |= _sequence(numbers, name, sizes, config)
     if numbers.chance(0.35):
-        options["gradient_checkpointing"] = numbers.choice(["full", "full", "selective", 0.5])
+        options["gradient_checkpointing"] = numbers.choice(["full", "operators", "selective", 0.5])
         if options["gradient_checkpointing"] == "selective" and not _uses_registry(name):
             options["gradient_checkpointing"] = "full"
         if name in _NEVER_RECOMPUTED:

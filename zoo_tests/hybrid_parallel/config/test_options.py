@@ -67,7 +67,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"sequence_parallelism_mode": "ring"},
         r"sequence_parallelism_mode='ring' is not available; use 'split_gather' or",
     ),
-    ({"gradient_checkpointing": "some"}, r"gradient_checkpointing='some' is not available; use None, 'full', 'select"),
+    ({"gradient_checkpointing": "some"}, r"gradient_checkpointing='some' is not available; use None, 'full', 'operat"),
+    (
+        {"gradient_checkpointing": "operators", "offload_activations": "cpu"},
+        r"offload_activations='cpu' does not see what gradient_checkpointing='operators' saves; use 'full', or",
+    ),
     ({"gradient_checkpointing": 1.5}, r"gradient_checkpointing=1.5 is not available; use .* a share .* such as 0.5"),
     ({"num_microbatches": 2, "microbatch_size": 1}, r"num_microbatches and microbatch_size are both given"),
     ({"num_microbatches": 0}, r"num_microbatches=0 is not positive"),

@@ -6,12 +6,14 @@ What breaks here first: what a layer saves for its backward pass, or which layer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
@@ -23,6 +25,7 @@ from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
 from plugins.hybrid_parallel.planner.rank_memory import StaticMemory, count_static
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from shardformer.quantised import stored_tensors
+from shardformer.utils.untraced import SavedResults
 from zoo_tests.campaigns.memory_budgets import cases, train
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.measured_memory import memory_of, static_memory
@@ -159,9 +162,15 @@ def _saved(case: Case) -> int:
             kept.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
+    def result(context: SavedResults, compute: Callable[[], Any]) -> Any:
+        return tree_map_only(Tensor, keep, save(context, compute))
+
+    save = SavedResults._result
     vocab = boosted.model.origin.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(3))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SavedResults, "_result", result)
         boosted.pipeline_backward({"input_ids": ids, "labels": ids})
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
@@ -178,6 +187,8 @@ def _saved(case: Case) -> int:
         pytest.param("bert", "tp2", True, None, marks=pytest.mark.slow),
         pytest.param("gpt2", "pp4", False, None, marks=pytest.mark.slow),
         pytest.param("gpt2", "pp2", False, "full", marks=pytest.mark.slow),
+        pytest.param("gpt2", "tp2", True, "operators", marks=pytest.mark.slow),
+        pytest.param("llama", "tp2", False, "operators", marks=pytest.mark.slow),
         pytest.param("llama", "tp2", False, 0.5, marks=pytest.mark.slow),
         pytest.param("llama", "tp2pp2", True, None, marks=pytest.mark.slow),
         pytest.param("t5", "tp2pp2", False, None, marks=pytest.mark.slow),

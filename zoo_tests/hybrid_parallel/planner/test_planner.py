@@ -176,11 +176,13 @@ def test_a_loss_without_logits_is_the_same_work(monkeypatch: pytest.MonkeyPatch)
 
 def test_recomputation_trades_memory_for_time() -> None:
     predictor = _predictor()
-    none, half, full = (
-        predictor.predict(Layout(1, 1, 1, rows=4, recomputation=share)) for share in (None, 0.5, "full")
+    none, half, operators, full = (
+        predictor.predict(Layout(1, 1, 1, rows=4, recomputation=share)) for share in (None, 0.5, "operators", "full")
     )
     assert none.memory.activations > half.memory.activations > full.memory.activations
+    assert none.memory.activations > operators.memory.activations > full.memory.activations
     assert none.seconds.total < half.seconds.total < full.seconds.total
+    assert none.seconds.total < operators.seconds.total < full.seconds.total
     assert full.model_flops == none.model_flops
 
 

@@ -212,6 +212,7 @@ def test_generation_runs_eagerly() -> None:
         ({"cp_size": 2, "gradient_checkpointing": 0.5}, r"0.5 with compile_layers=True .* cp_size=2 interrupts"),
         ({"precision": "fp8", "gradient_checkpointing": "full"}, r"precision='fp8' interrupts; use gradient_"),
         ({"pp_size": 2, "pp_style": "zbv", "gradient_checkpointing": "full"}, r"pp_style='zbv' interrupts"),
+        ({"gradient_checkpointing": "operators"}, r"'operators' chooses .*, as the compiler does .*; use one of them"),
         ({"compile_layers": "inductor"}, r"compile_layers='inductor' is neither True nor False"),
     ],
     ids=str,

@@ -101,7 +101,11 @@ def _zero(stage: int) -> Callable[[str, Any], dict[str, Any]]:
 
 def _checkpoint(name: str, settings: Any) -> dict[str, Any]:
     """Return the options for recomputation; ATorch's settings name layer classes, here all layers are recomputed."""
-    return {"gradient_checkpointing": settings if isinstance(settings, float) or settings == "selective" else "full"}
+    return {
+        "gradient_checkpointing": settings
+        if isinstance(settings, float) or settings in ("operators", "selective")
+        else "full"
+    }
 
 
 def _module_replace(name: str, settings: Any) -> dict[str, Any]:
