@@ -12,22 +12,28 @@ from torch import nn
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers.lm_head import VocabParallelLMHead
 from shardformer.layers.replicated_linear import replicated_linear
-from shardformer.matmul.backends import Float8Matmul
+from shardformer.matmul.backends import FP8_RECIPES, Float8Matmul
 from shardformer.utils.derived_modules import replace_modules
 from shardformer.utils.structure import remembered
 
 _log = logging.getLogger(__name__)
+# Recipe -> the least compute capability, the option that asks for it, and another value.
+_NEEDED = {
+    "tensorwise": ((8, 9), "precision='fp8'", "precision='bf16'"),
+    "rowwise": ((9, 0), "fp8_recipe='rowwise'", "fp8_recipe='tensorwise'"),
+    "mxfp8": ((10, 0), "fp8_recipe='mxfp8'", "fp8_recipe='tensorwise'"),
+}
 
 
-def multiply_in_fp8(model: nn.Module) -> None:
-    """Let the linear layers inside the model's lists of layers multiply in FP8.
+def multiply_in_fp8(model: nn.Module, recipe: str = "tensorwise") -> None:
+    """Let the linear layers inside the model's lists of layers multiply in FP8, by a recipe of `matmul/backends.py`.
 
     Embeddings, heads and other modules outside of these lists keep their precision, as do norms, attention, routers
     and stacked experts.
     """
     in_lists = [module for path, module in model.named_modules() if _is_in_a_list(path)]
     found = {module: layer for module in in_lists if (layer := _fp8_layer(module)) is not None}
-    backend = Float8Matmul()
+    backend = FP8_RECIPES[recipe]()
     for layer in found.values():
         layer.matmul_backend = backend
     replace_modules(model, found)
@@ -49,17 +55,20 @@ def _fp8_backends(model: nn.Module) -> set[Float8Matmul]:
     return {backend for backend in found if isinstance(backend, Float8Matmul)}
 
 
-def check_fp8(device: torch.device) -> None:
-    """Check that a device has FP8 products.
+def check_fp8(device: torch.device, recipe: str = "tensorwise") -> None:
+    """Check that a device has the FP8 products of a recipe.
 
     Raises:
         ValueError: it has none.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        major, minor = torch.cuda.get_device_capability(device)
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    least, option, instead = _NEEDED[recipe]
+    if capability < least:
+        needed, found = (".".join(map(str, each)) for each in (least, capability))
         raise ValueError(
-            f"precision='fp8' needs a GPU of compute capability 8.9 or more, and this one has {major}.{minor}; "
-            "use precision='bf16'"
+            f"{option} needs a GPU of compute capability {needed} or more, and this one has {found}; use {instead}"
         )
 
 

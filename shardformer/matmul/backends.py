@@ -1,10 +1,13 @@
 """Backends of the matrix products of linear layers: native torch, or FP8.
 
 Each linear layer has a backend (`MatmulLayer.matmul_backend`); its autograd nodes remember it for the backward pass. In
-FP8 (Micikevicius et al., arXiv 2209.05433), activations and weights are rounded to e4m3 and
-gradients to e5m2, with one scale per tensor that maps its largest value to the end of the range. Sums are in fp32, and
-outputs have the precision of the input. On a GPU, sums of the forward pass may be kept in the tensor cores
-(`use_fast_accum`), which rounds them slightly earlier; those of gradients are not.
+FP8 (Micikevicius et al., arXiv 2209.05433) matrices are rounded, with scales that map their largest value to the end of
+the range. Sums are in fp32, and outputs have the precision of the input. On a GPU, sums of the forward pass may be kept
+in the tensor cores (`use_fast_accum`), which rounds them slightly earlier; those of gradients are not. Of the recipes,
+- "tensorwise" has one scale for each matrix; activations and weights are e4m3, and gradients e5m2, for its range;
+- "rowwise" has a scale for each row along which a product sums, and all is e4m3; weight gradients are native products,
+  for they sum over the most values, and both factors would have to be rounded again, by columns;
+- "mxfp8" has a power of two for each 32 values along which a product sums (OCP Microscaling Formats 1.0), all in e4m3.
 """
 
 from __future__ import annotations
@@ -16,11 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_MULTIPLE = 16  # FP8 kernels need sizes that are multiples of this
+_BLOCK = 32  # values with one scale in mxfp8
 
 
 class MatmulBackend:
-    """The three products of y = x W^T + b in native torch; weights are [out, in]."""
+    """The three products of y = x W^T + b in native torch; weights are [out, in].
+
+    Attributes:
+        writes_gradients: whether it has `write_grad_weight`.
+    """
+
+    writes_gradients = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute [..., in] -> [..., out], for the autograd nodes of this package."""
@@ -44,8 +53,155 @@ class MatmulBackend:
         place.addmm_(first, second, beta=int(adds))
 
 
+def no_view(x: Tensor) -> Tensor:
+    """Return `x`, in the same memory, as a tensor that is not a view: allows in-place operators on a node's output."""
+    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+
+
+class _Rounded:
+    """A matrix rounded to FP8, with one scale.
+
+    Attributes:
+        values: [rows, columns], contiguous, as the kernels require.
+        scale: factor of the values, 0-d.
+    """
+
+    def __init__(self, x: Tensor, is_gradient: bool = False) -> None:
+        """Round `x`, [rows, columns], to e5m2 if it is a gradient, which needs range, and else to e4m3.
+
+        No value is beyond the end of the range by more than the rounding of a division, which e4m3 and e5m2 round back.
+        """
+        dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
+        largest = torch.finfo(dtype).max
+        # One pass, and no temporary for absolute values. fp32, because 16-bit quotients would be rounded twice.
+        peak = torch.linalg.vector_norm(x.detach(), torch.inf, dtype=torch.float32)
+        # Clamp, because a matrix of zeros has no largest value to scale by.
+        self.scale = (peak / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        self.values = (x / self.scale.view(1, 1)).to(dtype)  # a scale with dims makes a quotient in fp32, in one pass
+
+    def transposed(self) -> _Rounded:
+        """Return the transpose, in memory of its own."""
+        result = object.__new__(_Rounded)
+        result.scale, result.values = self.scale, self.values.t().contiguous()
+        return result
+
+    def times(self, other: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
+        """Compute self @ other^T, [rows, columns] and [others, columns] -> [rows, others]."""
+        return torch._scaled_mm(
+            self.values,
+            other.values.t(),
+            scale_a=self.scale,
+            scale_b=other.scale,
+            out_dtype=dtype,
+            use_fast_accum=is_forward and self.values.is_cuda,
+        )
+
+    def padded(self, missing: int) -> _Rounded:
+        """Return the matrix with `missing` further rows of zeros."""
+        if missing == 0:
+            return self
+        result = object.__new__(_Rounded)
+        # As bytes, which every device can copy; a zero is the byte 0 in both formats.
+        padded = F.pad(self.values.view(torch.uint8), (0, 0, 0, missing)).view(self.values.dtype)
+        result.scale, result.values = self.scale, padded
+        return result
+
+
+class _RoundedRows(_Rounded):
+    """A matrix rounded to e4m3, with a scale for each row, [rows, 1]; on a CPU products are those of fp32 values."""
+
+    def __init__(self, x: Tensor, is_gradient: bool = False) -> None:
+        """Round `x`, [rows, columns]."""
+        self._source, self._transposed = x.detach(), None
+        dtype = torch.float8_e4m3fn
+        peak = torch.linalg.vector_norm(self._source, torch.inf, 1, keepdim=True, dtype=torch.float32)
+        self.scale = (peak / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
+        self.values = (self._source / self.scale).to(dtype, memory_format=torch.contiguous_format)
+
+    def transposed(self) -> _Rounded:
+        """Return the transpose, rounded along its own rows, once."""
+        if self._transposed is None:
+            self._transposed = type(self)(self._source.t())
+            self._transposed._transposed = self
+        return self._transposed
+
+    def times(self, other: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
+        """Compute self @ other^T."""
+        if self.values.is_cpu:
+            return (self.values.float() @ other.values.float().t() * self.scale * other.scale.t()).to(dtype)
+        # The kernel returns bf16 alone.
+        return torch._scaled_mm(
+            self.values,
+            other.values.t(),
+            scale_a=self.scale,
+            scale_b=other.scale.t(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=is_forward,
+        ).to(dtype)
+
+
+class _RoundedBlocks(_RoundedRows):
+    """A matrix rounded to e4m3, with a scale in e8m0, a power of two, for 32 values of a row: [rows, columns / 32]."""
+
+    def __init__(self, x: Tensor, is_gradient: bool = False) -> None:
+        """Round `x`, [rows, columns]; scales are rounded up, so that no value is beyond the end of the range."""
+        self._source, self._transposed = x.detach(), None
+        dtype = torch.float8_e4m3fn
+        blocks = self._source.unflatten(1, (-1, _BLOCK))
+        peak = torch.linalg.vector_norm(blocks, torch.inf, 2, dtype=torch.float32)
+        bits = (peak / torch.finfo(dtype).max).view(torch.int32)
+        exponent = ((bits + 0x7FFFFF) >> 23).clamp(1, 254)  # with its bias of 127, which e8m0 has too
+        self.scale = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+        quotient = blocks / (exponent << 23).view(torch.float32).unsqueeze(2)
+        self.values = quotient.flatten(1).to(dtype, memory_format=torch.contiguous_format)
+
+    def times(self, other: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
+        """Compute self @ other^T."""
+        if self.values.is_cpu:
+            return (self._whole() @ other._whole().t()).to(dtype)
+        scales = {"scale_a": swizzled(self.scale), "scale_b": swizzled(other.scale)}
+        return torch._scaled_mm(self.values, other.values.t(), **scales, out_dtype=dtype)
+
+    def _whole(self) -> Tensor:
+        return (self.values.float().unflatten(1, (-1, _BLOCK)) * self.scale.float().unsqueeze(2)).flatten(1)
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Return scales of blocks, [rows, blocks], in the order of cuBLAS: tiles of 128 rows and 4 blocks, padded.
+
+    In a tile, the scale of row r and block b is at (r % 32) * 16 + r // 32 * 4 + b.
+    """
+    rows, blocks = scale.shape
+    padded = F.pad(scale.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
+    tiles = padded.view(len(padded) // 128, 4, 32, -1, 4).permute(0, 3, 2, 1, 4)  # [.., .., r % 32, r // 32, b]
+    return tiles.flatten().view(scale.dtype)
+
+
+def _is_whole(weight: Tensor, parameter: Tensor) -> bool:
+    """Return whether `weight` is `parameter` itself or its transpose."""
+    if weight is parameter:
+        return True
+    same_place = weight.data_ptr() == parameter.data_ptr() and weight.dim() == parameter.dim() == 2
+    return same_place and weight.shape == parameter.t().shape and weight.stride() == parameter.t().stride()
+
+
+def _is_same(x: Tensor, known: Tensor, version: int) -> bool:
+    """Return whether `x` has the values that `known`, whose memory is still in use, had at `version`."""
+    same_place = x.data_ptr() == known.data_ptr() and x.shape == known.shape and x.stride() == known.stride()
+    return same_place and x.dtype == known.dtype and x._version == known._version == version
+
+
 class Float8Matmul(MatmulBackend):
-    """Products in FP8 if all sizes are multiples of 16, else in native torch."""
+    """Products in FP8, "tensorwise", if all sizes are multiples of 16, else in native torch.
+
+    Attributes:
+        kind: how matrices are rounded.
+        multiple: what sizes have to be multiples of.
+    """
+
+    kind: type[_Rounded] = _Rounded
+    writes_gradients = False
+    multiple = 16
 
     def __init__(self) -> None:
         # Parameter -> its version, and its rounded values; None outside of `reusing_weights`.
@@ -71,10 +227,10 @@ class Float8Matmul(MatmulBackend):
     def _rounded(self, x: Tensor, is_gradient: bool = False) -> _Rounded:
         """Return rounded `x`, [rows, columns], an activation or a gradient."""
         if self._weights is None or x.is_inference():
-            return _Rounded(x, is_gradient)
+            return self.kind(x, is_gradient)
         known = self._latest.get(is_gradient)
         if known is None or not _is_same(x, *known[:2]):
-            known = self._latest[is_gradient] = (x.detach(), x._version, _Rounded(x, is_gradient))
+            known = self._latest[is_gradient] = (x.detach(), x._version, self.kind(x, is_gradient))
         return known[2]
 
     def _rounded_weight(self, weight: Tensor) -> _Rounded:
@@ -82,28 +238,28 @@ class Float8Matmul(MatmulBackend):
         parameter = weight._base if weight._is_view() else weight
         is_transposed = parameter is not weight
         if self._weights is None or not isinstance(parameter, nn.Parameter) or not _is_whole(weight, parameter):
-            return _Rounded(weight)
+            return self.kind(weight)
         version, known = self._weights.get(parameter, (None, None))
         if version != parameter._version:
-            known = _Rounded(parameter.detach())
+            known = self.kind(parameter.detach())
             self._weights[parameter] = parameter._version, known
         return known.transposed() if is_transposed else known
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply in FP8: [..., in] -> [..., out]."""
         flat = x.reshape(-1, x.shape[-1])
-        if not _fits(flat, *weight.shape):
+        if not self._fits(flat, *weight.shape):
             return super().forward(x, weight, bias)
-        out = _multiply(self._rounded(flat), self._rounded_weight(weight), x.dtype, is_forward=True)
+        out = self._rounded(flat).times(self._rounded_weight(weight), x.dtype, is_forward=True)
         out = out if bias is None else out + bias
         return no_view(out.view(*x.shape[:-1], out.shape[-1]))
 
     def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Compute the input gradient in FP8, [tokens, in]."""
-        if not _fits(grad, *weight.shape):
+        if not self._fits(grad, *weight.shape):
             return super().grad_input(grad, weight)
         rounded = self._rounded(grad, is_gradient=True)
-        return _multiply(rounded, self._rounded_weight(weight).transposed(), grad.dtype)
+        return rounded.times(self._rounded_weight(weight).transposed(), grad.dtype)
 
     def add_grad_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
         """Add the input gradient, computed in FP8, to `total`."""
@@ -111,86 +267,41 @@ class Float8Matmul(MatmulBackend):
 
     def grad_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
         """Compute the weight gradient in FP8, [out, in] or its transpose."""
-        if not _fits(grad, grad.shape[1], x.shape[1]):
+        if not self._fits(grad, grad.shape[1], x.shape[1]):
             return super().grad_weight(grad, x, transposed)
-        missing = -len(grad) % _MULTIPLE  # products sum over tokens here, so pad them
-        factors = [self._rounded(grad, is_gradient=True).padded(missing), self._rounded(x).padded(missing)]
+        factors = [self._rounded_columns(grad, is_gradient=True), self._rounded_columns(x)]
         first, second = reversed(factors) if transposed else factors
-        return _multiply(first.transposed(), second.transposed(), grad.dtype)
+        return first.times(second, grad.dtype)
+
+    def _rounded_columns(self, x: Tensor, is_gradient: bool = False) -> _Rounded:
+        """Return rounded `x`, [tokens, features], as [features, tokens], with tokens padded: products sum over them."""
+        return self._rounded(x, is_gradient).padded(-len(x) % self.multiple).transposed()
+
+    def _fits(self, x: Tensor, *sizes: int) -> bool:
+        is_known = x.dtype in (torch.bfloat16, torch.float32)
+        return len(x) > 0 and is_known and all(size % self.multiple == 0 for size in sizes)
 
 
-def no_view(x: Tensor) -> Tensor:
-    """Return `x`, in the same memory, as a tensor that is not a view: allows in-place operators on a node's output."""
-    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+class RowwiseMatmul(Float8Matmul):
+    """Products in FP8, "rowwise"; weight gradients are native products, which can be written to gradient buffers."""
+
+    kind = _RoundedRows
+    writes_gradients = True
+
+    def grad_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+        """Compute the weight gradient in native torch, [out, in] or its transpose."""
+        return MatmulBackend.grad_weight(self, grad, x, transposed)
 
 
-NATIVE, FP8 = MatmulBackend(), Float8Matmul()
+class MxMatmul(Float8Matmul):
+    """Products in FP8, "mxfp8", if all sizes are multiples of 32, else in native torch."""
+
+    kind = _RoundedBlocks
+    multiple = _BLOCK
+
+    def _rounded_columns(self, x: Tensor, is_gradient: bool = False) -> _Rounded:
+        return self.kind(F.pad(x, (0, 0, 0, -len(x) % _BLOCK)).t())
 
 
-class _Rounded:
-    """A matrix rounded to FP8, with one scale.
-
-    Attributes:
-        values: [rows, columns], contiguous, as the kernels require.
-        scale: factor of the values, 0-d.
-    """
-
-    def __init__(self, x: Tensor, is_gradient: bool = False) -> None:
-        """Round `x`, [rows, columns], to e5m2 if it is a gradient, which needs range, and else to e4m3.
-
-        No value is beyond the end of the range by more than the rounding of a division, which e4m3 and e5m2 round back.
-        """
-        dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
-        largest = torch.finfo(dtype).max
-        # One pass, and no temporary for absolute values. fp32, because 16-bit quotients would be rounded twice.
-        peak = torch.linalg.vector_norm(x.detach(), torch.inf, dtype=torch.float32)
-        # Clamp, because a matrix of zeros has no largest value to scale by.
-        self.scale = (peak / largest).clamp(min=torch.finfo(torch.float32).tiny)
-        quotient = x / self.scale if x.dtype == torch.float32 else x.float().div_(self.scale)
-        self.values = quotient.to(dtype)
-
-    def transposed(self) -> _Rounded:
-        """Return the transpose, in memory of its own."""
-        result = object.__new__(_Rounded)
-        result.scale, result.values = self.scale, self.values.t().contiguous()
-        return result
-
-    def padded(self, missing: int) -> _Rounded:
-        """Return the matrix with `missing` further rows of zeros."""
-        if missing == 0:
-            return self
-        result = object.__new__(_Rounded)
-        # As bytes, which every device can copy; a zero is the byte 0 in both formats.
-        padded = F.pad(self.values.view(torch.uint8), (0, 0, 0, missing)).view(self.values.dtype)
-        result.scale, result.values = self.scale, padded
-        return result
-
-
-def _multiply(first: _Rounded, second: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
-    """Compute first @ second^T, [rows, columns] and [others, columns] -> [rows, others]."""
-    return torch._scaled_mm(
-        first.values,
-        second.values.t(),
-        scale_a=first.scale,
-        scale_b=second.scale,
-        out_dtype=dtype,
-        use_fast_accum=is_forward and first.values.is_cuda,
-    )
-
-
-def _is_whole(weight: Tensor, parameter: Tensor) -> bool:
-    """Return whether `weight` is `parameter` itself or its transpose."""
-    if weight is parameter:
-        return True
-    same_place = weight.data_ptr() == parameter.data_ptr() and weight.dim() == parameter.dim() == 2
-    return same_place and weight.shape == parameter.t().shape and weight.stride() == parameter.t().stride()
-
-
-def _is_same(x: Tensor, known: Tensor, version: int) -> bool:
-    """Return whether `x` has the values that `known`, whose memory is still in use, had at `version`."""
-    same_place = x.data_ptr() == known.data_ptr() and x.shape == known.shape and x.stride() == known.stride()
-    return same_place and x.dtype == known.dtype and x._version == known._version == version
-
-
-def _fits(x: Tensor, *sizes: int) -> bool:
-    return len(x) > 0 and x.dtype in (torch.bfloat16, torch.float32) and all(size % _MULTIPLE == 0 for size in sizes)
+NATIVE = MatmulBackend()
+FP8_RECIPES = {"tensorwise": Float8Matmul, "rowwise": RowwiseMatmul, "mxfp8": MxMatmul}

@@ -143,7 +143,7 @@ def _compute(
 ) -> Tensor:
     """Compute the gradient of a parameter, in its shape."""
     offered = getattr(parameter, "grad_buffer", None)
-    fits = offered is not None and backend is NATIVE and flat_grad.dtype == flat_x.dtype
+    fits = offered is not None and backend.writes_gradients and flat_grad.dtype == flat_x.dtype
     place = offered(flat_grad.dtype) if fits else None
     if place is None:
         return backend.grad_weight(flat_grad, flat_x, is_transposed)

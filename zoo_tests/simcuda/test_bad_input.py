@@ -64,6 +64,7 @@ def outcomes_on_old_gpus() -> dict[str, tuple[str, list[str]]]:
     older = AMPERE if dist.get_rank() == 1 else None  # of two ranks one has an older GPU
     return {
         "fp8": outcome(older, {"tp_size": 2, "precision": "fp8"}),
+        "mxfp8": outcome((9, 0), {"tp_size": 2, "precision": "fp8", "fp8_recipe": "mxfp8"}),
         "bf16": outcome(VOLTA, {"tp_size": 2, "precision": "bf16"}),
         "bf16 on Ampere": outcome(AMPERE, {"tp_size": 2, "precision": "bf16"}),
         "fp16": outcome(VOLTA, {"tp_size": 2, "precision": "fp16"}),
@@ -76,7 +77,11 @@ def test_gpu_that_is_too_old_for_the_precision() -> None:
         assert refusal == (
             "precision='fp8' needs a GPU of compute capability 8.9 or more, and this one has 8.0; use precision='bf16'"
         )
-        assert [refusal for refusal, _ in found.values()][1:] == ["", "", ""]
+        assert found["mxfp8"][0] == (
+            "fp8_recipe='mxfp8' needs a GPU of compute capability 10.0 or more, and this one has 9.0; use "
+            "fp8_recipe='tensorwise'"
+        )
+        assert [refusal for refusal, _ in found.values()][2:] == ["", "", ""]
         assert not found["bf16 on Ampere"][1] and not found["fp16"][1]
     (line,) = run_on_ranks(2, outcomes_on_old_gpus, device="simcuda")[0]["bf16"][1]
     assert "precision='bf16' is emulated, and slow, on a GPU of compute capability 7.0" in line

@@ -69,12 +69,15 @@ class PrecisionOptions(OptionGroup):
     Attributes:
         precision: dtype of parameters and activations; "fp32" keeps the model's own dtype, "fp8" is "bf16" with the
             matrix products of the layers in 8 bit.
+        fp8_recipe: what has a scale of its own under "fp8": a matrix ("tensorwise"), a row ("rowwise"), or 32 values of
+            one ("mxfp8").
         initial_scale: loss scale of the first fp16 step.
         growth_interval: number of fp16 steps without overflow before the loss scale doubles.
         master_weights: keep fp32 copies of 16-bit parameters for the optimizer.
     """
 
     precision: str = option("fp32", one_of(*PRECISIONS))
+    fp8_recipe: str = option("tensorwise", one_of("tensorwise", "rowwise", "mxfp8"))
     initial_scale: float = option(2.0**16, positive(2.0**16))
     growth_interval: int = option(1000, positive(1000))
     master_weights: bool = option(True, SWITCH)

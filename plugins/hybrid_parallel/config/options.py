@@ -117,6 +117,11 @@ class HybridParallelConfig:
             problems.append("enable_sequence_overlap=True needs enable_sequence_parallelism=True; use it, or False")
         problems += self._check_compilation() if self.kernels.compile_layers else []
         problems += conflicts_with_reproducible(self.options()) if self.debugging.reproducible else []
+        if self.mixed_precision.precision != "fp8" and self.mixed_precision.fp8_recipe in ("rowwise", "mxfp8"):
+            problems.append(
+                f"fp8_recipe={self.mixed_precision.fp8_recipe!r} needs precision='fp8'; use it, or "
+                "fp8_recipe='tensorwise'"
+            )
         if self.zero.zero_stage == 3 and self.mixed_precision.precision == "fp8":
             problems.append(
                 "precision='fp8' rounds all weights once a step, of which zero_stage=3 keeps a part; use zero_stage=2, "

@@ -16,6 +16,7 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel, ShardContext
 from plugins.hybrid_parallel.boosted.model_api import WholeModel
+from plugins.hybrid_parallel.config.compute import PrecisionOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.config.zero import OffloadOptions
 from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch
@@ -168,7 +169,7 @@ def build_model(
             different models.
     """
     if config.mixed_precision.precision != "fp32":
-        raise_on_all_ranks(lambda: _check_precision(mesh.device, config.mixed_precision.precision))
+        raise_on_all_ranks(lambda: _check_precision(mesh.device, config.mixed_precision))
     store = None
     if (place := config.offload.offload_activations) is not None:
         store = raise_on_all_ranks(lambda: activation_store(place, mesh.device))
@@ -203,11 +204,12 @@ def build_model(
     return built
 
 
-def _check_precision(device: torch.device, precision: str) -> None:
+def _check_precision(device: torch.device, options: PrecisionOptions) -> None:
     """Refuse FP8 on a GPU without it; log where a GPU only emulates bf16, as in plain PyTorch."""
+    precision = options.precision
     if precision == "fp8":
         with as_configuration_error():
-            check_fp8(device)
+            check_fp8(device, options.fp8_recipe)
     capability = capability_of(device)
     if precision == "bf16" and capability is not None and capability < AMPERE:
         _logger.warning(
@@ -239,7 +241,7 @@ def wrap_model(
     stream = _stream(mesh, seed) if units is None else units.stream
     context = ShardContext(origin, _tied(shared, config, mesh), stream, config.pipeline, units)
     if config.mixed_precision.precision == "fp8":
-        multiply_in_fp8(model)
+        multiply_in_fp8(model, config.mixed_precision.fp8_recipe)
     recorder = None
     if config.debugging.record_schedule is not None:
         # A directory that cannot be written raises an error on all ranks.

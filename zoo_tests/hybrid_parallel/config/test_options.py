@@ -72,6 +72,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"gradient_checkpointing": "operators", "offload_activations": "cpu"},
         r"offload_activations='cpu' does not see what gradient_checkpointing='operators' saves; use 'full', or",
     ),
+    ({"fp8_recipe": "rowwise"}, r"fp8_recipe='rowwise' needs precision='fp8'; use it, or fp8_recipe='tensorwise'"),
     ({"gradient_checkpointing": 1.5}, r"gradient_checkpointing=1.5 is not available; use .* a share .* such as 0.5"),
     ({"num_microbatches": 2, "microbatch_size": 1}, r"num_microbatches and microbatch_size are both given"),
     ({"num_microbatches": 0}, r"num_microbatches=0 is not positive"),
@@ -128,7 +129,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "zero_bucket_size_in_mb": (*NUMBER, float("inf")),
     **dict.fromkeys((name for name, each in OPTIONS.items() if isinstance(each.default, bool)), SWITCH),
     **dict.fromkeys(("precision", "nonfinite", "pp_style", "sequence_parallelism_mode", "contrastive"), NAME),
-    "check_layout": NAME,
+    **dict.fromkeys(("check_layout", "fp8_recipe"), NAME),
     "zero_stage": (4, -1, "1", True, 0.0, float("nan"), None),
     "sharding_dim": (1, "0", False, 0.0, float("nan")),
     "enable_flash_attention": ("flash", 1, 0.5, float("nan"), None),
@@ -147,7 +148,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 53
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 54
 
 
 @pytest.mark.parametrize("name", OPTIONS)
