@@ -33,9 +33,12 @@ _LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "cp2 all-to-all": ({"cp_size": 2, "sequence_parallelism_mode": "all_to_all"}, 1),
     "ep2": ({"ep_size": 2}, 1),
     "fp8": ({"tp_size": 2, "precision": "fp8"}, 0),
+    "fp8 rowwise": ({"tp_size": 2, "precision": "fp8", "fp8_recipe": "rowwise"}, 0),
+    "operators": ({"tp_size": 2, "gradient_checkpointing": "operators"}, 0),
 }
 _SAMPLE = {
     ("llama", "cp2"),
+    ("llama", "operators"),
     ("bert", "tp2"),
     ("gpt2", "dp2"),
     ("t5", "pp2 last"),
