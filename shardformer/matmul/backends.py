@@ -159,8 +159,9 @@ class _RoundedBlocks(_RoundedRows):
         """Compute self @ other^T."""
         if self.values.is_cpu:
             return (self._whole() @ other._whole().t()).to(dtype)
-        scales = {"scale_a": swizzled(self.scale), "scale_b": swizzled(other.scale)}
-        return torch._scaled_mm(self.values, other.values.t(), **scales, out_dtype=dtype)
+        return torch._scaled_mm(
+            self.values, other.values.t(), swizzled(self.scale), swizzled(other.scale), out_dtype=dtype
+        )
 
     def _whole(self) -> Tensor:
         return (self.values.float().unflatten(1, (-1, _BLOCK)) * self.scale.float().unsqueeze(2)).flatten(1)
@@ -287,10 +288,7 @@ class RowwiseMatmul(Float8Matmul):
 
     kind = _RoundedRows
     writes_gradients = True
-
-    def grad_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
-        """Compute the weight gradient in native torch, [out, in] or its transpose."""
-        return MatmulBackend.grad_weight(self, grad, x, transposed)
+    grad_weight = MatmulBackend.grad_weight
 
 
 class MxMatmul(Float8Matmul):

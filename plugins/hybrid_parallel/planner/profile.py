@@ -250,7 +250,8 @@ class Profiler:
             flops=sum(self._useful(each) for each in forward.operators if not each.early),
             saved=record.saved,
             again=self._seconds([each for each in forward.operators if not each.is_saved]),
-            again_talk=_talk(replace(forward, collectives=_repeated(forward)), link, tp_size),
+            # Sums over ranks belong to products, whose results are saved.
+            again_talk=_talk(forward, link, tp_size, without=("all_reduce", "reduce_scatter")),
             results=record.results,
             deferred=record.deferred,
             output=record.output,
@@ -277,13 +278,8 @@ class Profiler:
         return memory * self.device.elementwise
 
 
-def _repeated(record: PassRecord) -> list[tuple[str, float]]:
-    """Return the collectives that recomputation by operators repeats: sums over ranks belong to products."""
-    return [each for each in record.collectives if each[0] not in ("all_reduce", "reduce_scatter")]
-
-
-def _talk(record: PassRecord, link: Any, ranks: int) -> float:
-    return sum(link.collective(kind, size, ranks) for kind, size in record.collectives)
+def _talk(record: PassRecord, link: Any, ranks: int, without: tuple[str, ...] = ()) -> float:
+    return sum(link.collective(kind, size, ranks) for kind, size in record.collectives if kind not in without)
 
 
 def record(
