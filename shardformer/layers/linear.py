@@ -236,10 +236,10 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
         if self.splits_input:
             x = split_features(x, self.weight.shard_spec, self.group)
         weight = self.weight.t() if self.transposed else self.weight
-        if saved_results.get() is not None and not isinstance(x, BlockedTensor):
+        is_blocked = isinstance(x, BlockedTensor)
+        if not torch.compiler.is_compiling() and saved_results.get() is not None and not is_blocked:
             out = self._summed(*autocast(x, weight))
         else:
-            is_blocked = isinstance(x, BlockedTensor)
             out = blocked_linear(x, self.weight, None, self._blocks) if is_blocked else self.linear(x, weight)
             out = reduce_from_region(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
         return out if self.bias is None or not self.adds_bias else out + self.bias.to(out.dtype)

@@ -133,10 +133,8 @@ class RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute both gradients from the gradient of all tokens."""
-        x, weight = ctx.saved_tensors
-        if ctx.dim is not None:
-            grad = all_gather_dim(grad, ctx.dim, ctx.group, x.shape[ctx.dim])
-        flat, needs = matrix(grad), ctx.needs_input_grad
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+        flat = matrix(grad if ctx.dim is None else all_gather_dim(grad, ctx.dim, ctx.group, x.shape[ctx.dim]))
         used = weight if ctx.backend is NATIVE else ctx.weight  # see `_Linear`
         grad_x = ctx.backend.grad_input(flat, used).view_as(x) if needs[0] else None
         grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.backend, ctx.store) if needs[1] else None

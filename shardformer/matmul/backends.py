@@ -172,8 +172,7 @@ def swizzled(scale: Tensor) -> Tensor:
 
     In a tile, the scale of row r and block b is at (r % 32) * 16 + r // 32 * 4 + b.
     """
-    rows, blocks = scale.shape
-    padded = F.pad(scale.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
+    padded = F.pad(scale.view(torch.uint8), (0, -scale.shape[1] % 4, 0, -len(scale) % 128))
     tiles = padded.view(len(padded) // 128, 4, 32, -1, 4).permute(0, 3, 2, 1, 4)  # [.., .., r % 32, r // 32, b]
     return tiles.flatten().view(scale.dtype)
 
