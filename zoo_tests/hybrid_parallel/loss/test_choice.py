@@ -7,6 +7,7 @@ What breaks here first: a loss that is taken for the head's. Look in `shardforme
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, ViTMAEConfig, ViTMAEForPreTraining
 
 from booster import Booster
 from booster.errors import ConfigurationError
@@ -172,3 +173,25 @@ def test_positional_labels_are_labels() -> None:
     named = model(input_ids=share["input_ids"], labels=share["labels"]).loss
     placed = model(share["input_ids"], None, None, None, None, share["labels"]).loss
     torch.testing.assert_close(placed, named, rtol=0, atol=0)
+
+
+@distributed(2)
+def test_noise_that_a_forward_would_draw_can_be_given() -> None:
+    """Masks of patches: the rule of docs/concepts.md for whatever a forward draws itself."""
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    decoder = {f"decoder_{name}": 12 if name == "hidden_size" else size for name, size in sizes.items()}
+    torch.manual_seed(0)
+    plain = ViTMAEForPreTraining(ViTMAEConfig(image_size=8, patch_size=2, **sizes, **decoder)).double()
+    booster, model = Booster(plugin=HybridParallelPlugin()), copy.deepcopy(plain)
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    batch = {"pixel_values": torch.randn(3, 3, 8, 8).double(), "noise": torch.rand(3, 16).double()}
+    share = share_of(batch, booster.plugin.dp_rank, 2)
+    loss, expected = model(**share).loss, plain(**batch).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
+    booster.backward(loss, optimizer)
+    expected.backward()
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    torch.testing.assert_close(
+        booster.plugin.checkpoint_io.whole_state_dict(model), dict(plain.state_dict()), rtol=0.0, atol=1e-10
+    )
