@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
+from plugins.hybrid_parallel.verify.random_batch import distance_from_wave
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
-from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
-from shardformer.expert_parallel.experts import expert_modules
+from plugins.hybrid_parallel.verify.train import Criterion, VerifyCase, train_reference
 from zoo_tests.campaigns.census.classes import HeadClass
 from zoo_tests.campaigns.census.trained import PlainRun, sharded_verdict
 from zoo_tests.campaigns.census.verdict import EXACT, kind_of, reasons
@@ -47,7 +47,8 @@ The configurations of {count} published checkpoints, with divided sizes and all 
 heads and of feed-forwards, lists of layers, kinds of rotary embeddings, soft caps, norms, biases, activations. At most
 8 experts are left, and the factors of long rotary embeddings are made up. One step is trained plainly and on two ranks,
 in fp64 where the class can, with images where it takes them; the loss and every gradient are compared. dp2 is with
-ZeRO-3, sp2 is tp2 with sequence parallelism. Weights are drawn, not loaded.
+ZeRO-3, sp2 is tp2 with sequence parallelism. Weights are drawn, not loaded. Batch norms take the statistics of a
+replica's rows, as in DDP: under dp2 the plain run of ResNet does so too. A class without a loss has a criterion.
 
 """
 
@@ -72,15 +73,18 @@ def plain_of(facts: Mapping[str, Any]) -> tuple[HeadClass, PlainRun]:
     twin = TinyModel(head.module, head.name, config, torch.float64, None)
     if hasattr(config, "vision_config"):
         twin = image_twin_of(twin) or twin
+    criterion = None
+    if facts.get("has_loss") is False:
+        twin, criterion = replace(twin, has_labels=False), distance_from_wave
     try:
-        return head, _trained(twin)
+        return head, _trained(twin, criterion)
     except Exception:  # a class that computes in fp32
-        return head, _trained(replace(twin, dtype=torch.float32))
+        return head, _trained(replace(twin, dtype=torch.float32), criterion)
 
 
-def _trained(twin: TinyModel) -> PlainRun:
-    case = VerifyCase(twin, _ROWS, 1, {})
-    return PlainRun(case, train_reference(case))
+def _trained(twin: TinyModel, criterion: Criterion | None) -> PlainRun:
+    case = VerifyCase(twin, _ROWS, 1, {}, criterion)
+    return PlainRun(case, train_reference(case), "" if criterion is None else "it has no loss")
 
 
 def _keep_ratios(own: Any, small: Any) -> None:
@@ -100,7 +104,7 @@ def judge(facts: Mapping[str, Any], layouts: Mapping[str, Mapping[str, Any]] = L
         head, plain = plain_of(facts)
     except Exception as error:  # a configuration that this release does not take
         return {"plain": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
-    has_experts = any(True for _ in expert_modules(plain.case.tiny_model.build()))
+    has_experts = any(".experts." in name for name, _ in plain.case.tiny_model.build().named_parameters())
     wanted = {**layouts, **({_EXPERTS: {}} if has_experts else {})}
     return {layout: sharded_verdict(head, layout, plain, **options) for layout, options in wanted.items()}
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib
 import math
 import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import reduce, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data.microbatch import split_batch
 from plugins.hybrid_parallel.setup.input_checks import mixed_samples
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compare
 from plugins.hybrid_parallel.verify.propose import share_cut
@@ -108,33 +114,59 @@ def sharded_verdict(head: HeadClass, layout: str, plain: PlainRun, **options: An
     return sharded_run(head, layout, plain, **options)[0]
 
 
+class AllInDouble(TorchFunctionMode):
+    """Let a model of fp64 compute in fp64 also what its class casts to fp32: norms, softmaxes, recurrences."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(each, Tensor) and each.dtype is torch.float64 for each in args):
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            kwargs = {key: torch.float64 if each is torch.float32 else each for key, each in kwargs.items()}
+        return func(*args, **kwargs)
+
+
 def sharded_run(head: HeadClass, layout: str, plain: PlainRun, **options: Any) -> tuple[str, list[Trace]]:
     """The verdict under a layout, and what the ranks recorded; see `sharded_verdict`."""
-    if plain.case.tiny_model.dtype is torch.float64:
-        return _run(layout, plain, TOLERANCES["fp64"], options)[:2]
-    reason, ranks, worst = _run(layout, plain, TOLERANCE, options)
+    is_double = plain.case.tiny_model.dtype is torch.float64
+    reason, ranks, worst = _run(layout, plain, TOLERANCES["fp64"] if is_double else TOLERANCE, options)
     # Gradients of a criterion may be small against activations, and so against what single precision rounds.
-    if ranks and 1 <= worst < (math.inf if plain.criterion else _MAY_BE_ROUNDING):
+    limit = math.inf if plain.criterion else _MAY_BE_ROUNDING
+    for precision in (AllInDouble,) if is_double else (nullcontext, AllInDouble):
+        if not ranks or not 1 <= worst < limit:
+            break
         case = replace(plain.case, tiny_model=replace(plain.case.tiny_model, dtype=torch.float64))
         try:
-            plain = PlainRun(case, train_reference(case), plain.criterion)
+            with precision():
+                plain = PlainRun(case, train_reference(case), plain.criterion)
         except Exception:  # it does not train in fp64
-            return reason, ranks
-        reason, ranks, _ = _run(layout, plain, _EXACT_IN_FP64, options)
+            break
+        reason, ranks, worst = _run(layout, plain, _EXACT_IN_FP64, options, precision)
     return reason, ranks
 
 
-def _run(layout: str, plain: PlainRun, tolerance: Tolerance, options: dict[str, Any]) -> tuple[str, list[Trace], float]:
+def _run(
+    layout: str,
+    plain: PlainRun,
+    tolerance: Tolerance,
+    options: dict[str, Any],
+    precision: Callable[[], AbstractContextManager] = nullcontext,
+) -> tuple[str, list[Trace], float]:
     """The verdict, what the ranks recorded, and the largest difference in units of the tolerance."""
     sizes, sharding = _sizes_of(layout)
     # Statistics of a batch, and numbers that the loss draws, are those of the plain run where the batch is not split.
     if plain.case.draws_alike or _mixes_samples(plain.case.tiny_model):
         sharding["num_microbatches"] = 1
+    if sizes.dp_size > 1 and not plain.criterion and _has_batch_norms(plain.case.tiny_model.build()):
+        twin = _InShares(plain.case.tiny_model, sizes.dp_size)
+        with precision():
+            plain = replace(plain, trace=train_reference(replace(plain.case, tiny_model=twin)))
     case = replace(plain.case, options=sharding | options)
     if plain.criterion:
         tolerance = replace(tolerance, floor=tolerance.floor * min(_largest_gradient(plain.trace), 1.0))
     try:
-        ranks = run_on_ranks(sizes.world_size, trained_or_refused, case, timeout_s=_TIMEOUT_S)
+        ranks = run_on_ranks(sizes.world_size, trained_or_refused, case, precision, timeout_s=_TIMEOUT_S)
     except RankError as error:
         lines = [line for line in str(error).splitlines() if "Error: " in line]
         return _short(lines[-1] if lines else NO_ANSWER), [], 0.0
@@ -147,10 +179,38 @@ def _run(layout: str, plain: PlainRun, tolerance: Tolerance, options: dict[str, 
     return EXACT if worst < 1 else _short(verdict.first.text), ranks, worst
 
 
-def trained_or_refused(case: VerifyCase) -> Trace | str:
+@dataclass(frozen=True)
+class _InShares:
+    """A tiny model whose plain training is that of replicas, each of whose batch norms sees its own rows, as in DDP."""
+
+    twin: TinyModel
+    count: int
+
+    @property
+    def name(self) -> str:
+        return self.twin.name
+
+    def build(self) -> nn.Module:
+        model = self.twin.build()
+        whole = model.forward
+
+        @wraps(whole)
+        def forward(**batch: Any) -> Any:  # shares have as many rows
+            shares = split_batch(batch, self.count)
+            return SimpleNamespace(loss=torch.stack([whole(**share).loss for share in shares]).mean())
+
+        model.forward = forward
+        return model
+
+    def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
+        return self.twin.batch(model, step, rows)
+
+
+def trained_or_refused(case: VerifyCase, precision: Callable[[], AbstractContextManager] = nullcontext) -> Trace | str:
     """Train on this rank; the sentence if `boost` refuses, on all ranks, which can then go on with another class."""
     try:
-        return train_on_rank(case)
+        with precision():
+            return train_on_rank(case)
     except ConfigurationError as error:
         if not any(frame.name == "boost" for frame in traceback.extract_tb(error.__traceback__)):
             raise  # messages of other ranks may be on their way
@@ -221,7 +281,11 @@ def _divided_by_stages(plain: Trace, ranks: list[Trace]) -> float:
 
 def _mixes_samples(twin: TinyModel) -> bool:
     model = twin.build()
-    return mixed_samples(model) is not None or any(isinstance(module, _BatchNorm) for module in model.modules())
+    return mixed_samples(model) is not None or _has_batch_norms(model)
+
+
+def _has_batch_norms(model: nn.Module) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def twin_of(head: HeadClass, dtype: torch.dtype = torch.float32, has_labels: bool = True) -> TinyModel:
