@@ -81,7 +81,9 @@ class SequenceParallel:
         return torch.arange(length, device=device) + dist.get_rank(self.group) * length
 
     def leave(self, x: Tensor) -> Tensor:
-        """Gather [batch, seq/tp, hidden] -> [batch, seq, hidden], the same on every rank."""
+        """Gather [batch, seq/tp, hidden] -> [batch, seq, hidden], the same on every rank, also flattened."""
+        if x.dim() == 2:
+            return self.leave(self._by_rows(x)).flatten(0, 1)
         length = self.length
         out = self._gather_whole(x)
 
@@ -103,9 +105,12 @@ class SequenceParallel:
         Also [batch * seq/tp, hidden] -> [batch * seq, hidden], for layers that flatten both.
         """
         if x.dim() == 2:
-            share = pad_to_multiple(self.length, self.world_size) // self.world_size
-            return self.gather(x.unflatten(0, (-1, share))).flatten(0, 1)
+            return self.gather(self._by_rows(x)).flatten(0, 1)
         return all_gather(x, SEQ_DIM, self.group, self.length)
+
+    def _by_rows(self, x: Tensor) -> Tensor:
+        """Return [batch * seq/tp, hidden] as [batch, seq/tp, hidden]."""
+        return x.unflatten(0, (-1, pad_to_multiple(self.length, self.world_size) // self.world_size))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Apply `g-bar*`: reduce-scatter partial sums [batch, seq, hidden] -> [batch, seq/tp, hidden]."""
@@ -223,7 +228,10 @@ def run_whole(module: nn.Module, region: SequenceParallel) -> None:
             return region.enter(x)
         return region.enter(x.unflatten(0, (-1, region.length))).flatten(0, 1)  # experts return [tokens, hidden]
 
-    module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, region.leave), with_kwargs=True)
+    # In front of a hook of the module's own, which sums up the gradient of whole sequences.
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: first_input(args, kwargs, region.leave), with_kwargs=True, prepend=True
+    )
     module.register_forward_hook(lambda _, __, output: _outputs_of_tokens(output, enter))
 
 

@@ -108,7 +108,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "embedding_size"), 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "seq_length"), 64),
@@ -131,7 +131,15 @@ _SIZES: dict[str, Any] = {
 # In these fields None, 0 or a value below the small size is an architectural choice, which the tiny model keeps.
 _CHOICES = frozenset(
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k")
-    + ("moe_topk", "num_experts_per_token", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace")
+    + (
+        "moe_topk",
+        "num_experts_per_token",
+        "top_k_experts",
+        "n_group",
+        "topk_group",
+        "n_shared_experts",
+        "first_k_dense_replace",
+    )
     + ("q_lora_rank", "sliding_window", "rotary_dim", "num_decoder_layers")
 )
 _NOT_OF_A_TWIN = frozenset(
@@ -244,7 +252,10 @@ def small_config(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = 
 def small_values(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = None) -> dict[str, Any]:
     """Return the arguments from which the small configuration is built."""
     widths = frozenset(_hidden_sizes(config)) if widths is None else widths
-    fields = {**vars(config), **{name: _read(config, name) for name in _named_sizes() if _is_written(config, name)}}
+    read = {name: _read(config, name) for name in _named_sizes() if _is_written(config, name)}
+    if sizes.is_faithful:  # what differs between layers has a value for the whole, too
+        read = {name: value for name, value in read.items() if value is not _MISSING}
+    fields = {**vars(config), **read}
     layers, lists, values = sizes.layers, {}, {}
     if sizes.is_faithful:
         layers, lists = layer_lists(config, _count(config, _LAYERS), sizes.layers)
@@ -265,12 +276,28 @@ def small_values(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = 
         elif value is not _MISSING and (isinstance(value, int | list) or value is None):
             values |= _small(name, value, config, sizes, layers)
     values |= lists
+    if sizes.is_faithful and getattr(config, "is_heterogeneous", False) and "layer_types" in values:
+        values["per_layer_config"] = _small_layers(config, values)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(fields.get(name), dict) and (sizes.is_faithful or "mrope_section" in fields[name]):
             values[name] = _small_rope(fields[name], getattr(config, "partial_rotary_factor", None))
     kind = config.model_type or type(config).__name__
     values = _with_special(values, FIELDS.get(kind, {}))
     return values if sizes.is_faithful else _with_special(values, SWITCHES.get(kind, {}))
+
+
+def _small_layers(config: Any, values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return what layers have of their own, in the ratio that it has to the value of the whole configuration."""
+    own, kinds = config.to_dict(), config.layer_types
+    layers = {int(index): fields for index, fields in own["per_layer_config"].items()}
+    small = {}
+    for index, kind in enumerate(values["layer_types"]):
+        fields = layers.get(kinds.index(kind), {})
+        small[index] = {
+            name: max(value * values[name] // own[name], 1) if name in values and isinstance(value, int) else value
+            for name, value in fields.items()
+        }
+    return {index: fields for index, fields in small.items() if fields}
 
 
 def head_counts(config: Any) -> tuple[int, int]:
@@ -415,7 +442,7 @@ def _own_values(config: Any) -> dict[str, Any]:
 
 def _count(config: Any, names: tuple[str, ...]) -> int | None:
     """Return the value of the first of these fields that is a positive integer; None if there is none."""
-    found = (_read(config, name) for name in names)
+    found = (vars(config).get(name) or _read(config, name) for name in names)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 

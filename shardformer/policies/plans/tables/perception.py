@@ -188,6 +188,19 @@ PLANS = {
     "convnext": DeclaredPlan({"pwconv1": "colwise", "pwconv2": "rowwise"}, layers="encoder.stages"),
     "dinov2": _VIT,
     "dinov2_with_registers": _VIT,
+    "dinov3_vit": replace(
+        _VIT,
+        styles={
+            **{**_QKV, "attention.o_proj": "rowwise"},
+            **{"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"},
+        },
+        local={"attention": ("num_heads",)},
+        layers="model.layer",
+        # A pass draws the coordinates of patches once; stages would draw others.
+        pipelined=lambda model: (
+            not any(getattr(model.config, f"pos_embed_{each}") for each in ("shift", "jitter", "rescale"))
+        ),
+    ),
     "hubert": _sound(_SELF_ATTENTION, Received),
     "ijepa": _VIT,
     "metaclip_2": _CLIP,
