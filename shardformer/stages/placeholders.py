@@ -186,10 +186,7 @@ class Received(StagePlaceholder):
 class ReceivedPatches(Received):
     """Placeholder for an image embedding; the model also reads the dtype of its projection to cast the pixels."""
 
-    @property
-    def patch_embeddings(self) -> SimpleNamespace:
-        """A convolution, or a module with one, of the dtype and device of the hidden state."""
-        return SimpleNamespace(weight=self.weight, projection=SimpleNamespace(weight=self.weight))
+    patch_embeddings = SimpleNamespace(projection=SimpleNamespace(weight=torch.empty(0)))
 
 
 class ReceivedUnpadded(StagePlaceholder):

@@ -196,10 +196,7 @@ PLANS = {
         },
         local={"attention": ("num_heads",)},
         layers="model.layer",
-        # A pass draws the coordinates of patches once; stages would draw others.
-        pipelined=lambda model: (
-            not any(getattr(model.config, f"pos_embed_{each}") for each in ("shift", "jitter", "rescale"))
-        ),
+        pipelined=False,  # a pass draws the coordinates of patches once, which stages would draw again
     ),
     "hubert": _sound(_SELF_ATTENTION, Received),
     "ijepa": _VIT,
