@@ -143,7 +143,10 @@ class BloomRegistryAttention(OwnAttention):
 class FalconRegistryAttention(OwnAttention):
     """Falcon: rotary positions, or ALiBi, which the model adds to its mask for SDPA."""
 
-    is_even_where_blind = False
+    @property
+    def is_even_where_blind(self) -> bool:
+        """Whether the native code gives SDPA one key head for all heads, which it computes by a plain softmax."""
+        return self.num_kv_heads == 1 and not self.new_decoder_architecture
 
     @staticmethod
     def serves(config: Any) -> bool:

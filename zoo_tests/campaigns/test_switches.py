@@ -21,6 +21,7 @@ _CASES = [
     ("lfm2_moe", "Lfm2MoeForCausalLM", Switch(("conv_bias",), False), "tp2"),
     ("inkling", "InklingForCausalLM", Switch(("swa_num_key_value_heads",), 1), "tp2"),  # keys that are convolved
     ("detr", "DetrForObjectDetection", Switch(("position_embedding_type",), "learned"), "pp2"),
+    ("falcon", "FalconForCausalLM", Switch(("alibi",), True), "sp2-ulysses"),  # rows that see no key, of one key head
     ("idefics", "IdeficsForVisionText2Text", Switch(("use_resampler",), True), "pp2"),  # a part in front of the layers
     ("molmo2", "Molmo2ForConditionalGeneration", Switch(("text_config", "qk_norm_type"), "olmo"), "tp2"),
     ("neomme", "NeoMMEForMaskedLM", Switch(("num_key_value_heads",), 1), "tp2"),  # copied, also for the values' table
