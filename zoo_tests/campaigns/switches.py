@@ -40,7 +40,8 @@ Written by `python -m zoo_tests.campaigns.switches --output docs/results/switche
 
 A tiny model of one class of each family is trained on two ranks and plainly, with one field of its configuration
 changed at a time: truth values, names, numbers of key heads, sizes that may be absent, factors of 1. The loss and every
-gradient are compared. Changes that change nothing are left out.
+gradient are compared. Changes that change nothing are left out. The table says how many families a layout was tried on;
+sp2 is tp2 with sequence parallelism, and "-ulysses" is `sequence_parallelism_mode="all_to_all"`.
 """
 _PLAIN, _LENGTH = "plain", 200
 _KINDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForSequenceClassification")
@@ -226,13 +227,14 @@ def sweep(
 def page(found: Mapping[tuple[str, str], Mapping[str, str]], layouts: Sequence[str]) -> str:
     """The page of the documentation; found: (family/class, switch) -> layout -> verdict."""
     trained = {key: verdicts for key, verdicts in found.items() if _PLAIN not in verdicts}
-    rows = ["| Layout | exact | refused | other |", "|---|---|---|---|"]
+    rows = ["| Layout | families | exact | refused | other |", "|---|---|---|---|---|"]
     reasons: dict[str, list[str]] = {}
     for layout in layouts:
         verdicts = {key: each[layout] for key, each in trained.items() if layout in each}
         kinds = [kind_of(each) for each in verdicts.values()]
         exact, refused = kinds.count(EXACT), kinds.count("refused")
-        rows.append(f"| {layout} | {exact} | {refused} | {len(kinds) - exact - refused} |")
+        families = len({name for name, _ in verdicts})
+        rows.append(f"| {layout} | {families} | {exact} | {refused} | {len(kinds) - exact - refused} |")
         for (name, switch), verdict in verdicts.items():
             head = name.partition("/")[2]
             sentence = verdict.removeprefix("booster.errors.ConfigurationError: ").replace(head, "the class")
@@ -274,7 +276,10 @@ def main() -> int:
                 sys.stdout.flush()
     finally:
         stop_pools()
-    found = {(name, switch): verdicts for name, switch, verdicts in entries if switch and verdicts}
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for name, switch, verdicts in entries:  # of runs with different layouts, too
+        if switch and verdicts:
+            found.setdefault((name, switch), {}).update(verdicts)
     if given.output:
         given.output.write_text(page(found, layouts), encoding="utf-8")
     return int(
