@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import dropwhile
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from booster import failure
 from booster.checkpoint import SavedCheckpoint, load_lr_scheduler, save_lr_scheduler
-from booster.errors import ConfigurationError
+from booster.errors import ConfigurationError, checks_arguments
 from booster.launch import elastic_place, take_profile_request
 from booster.meter import Meter
 from booster.plugin import PipelineResult, Plugin, TrainingObjects, load_plugin
@@ -27,6 +30,7 @@ _INSTEAD = {
     **dict.fromkeys(("step", "zero_grad"), "the optimizer's, optimizer.step() and optimizer.zero_grad()"),
 }
 _KEYWORDS = ("model", "optimizer", "criterion", "dataloader", "lr_scheduler")
+_BETWEEN = (__name__, "booster.errors", "contextlib")  # modules of the frames between a script and its call of `boost`
 
 
 class Booster:
@@ -42,6 +46,7 @@ class Booster:
         plugin: a parallel training strategy, or the name of an installed one.
     """
 
+    @partial(checks_arguments, example="Booster(plugin=HybridParallelPlugin(tp_size=2))")
     def __init__(self, plugin: Plugin | str) -> None:
         self.plugin = load_plugin(plugin) if isinstance(plugin, str) else plugin
         self._criterion: Callable[[Any, Any], Any] | None = None
@@ -92,6 +97,7 @@ class Booster:
         self.plugin = plugin
         return result
 
+    @checks_arguments
     def backward(
         self, loss: Tensor | tuple[Tensor, Any], optimizer: torch.optim.Optimizer, by_rows: bool = True
     ) -> None:
@@ -111,6 +117,7 @@ class Booster:
         """
         self.plugin.backward(loss, optimizer, by_rows)
 
+    @checks_arguments
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],
@@ -146,11 +153,13 @@ class Booster:
         """Return a meter of loss, speed, utilization, memory and time left; see `Meter` for its options."""
         return Meter(self.plugin, model, total_steps, **options)
 
+    @checks_arguments
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> AbstractContextManager[None]:
         """Return a context in which `backward` accumulates gradients without communication."""
         return self.plugin.no_sync(model, optimizer)
 
     @failure.guard("booster.check_synchrony")
+    @checks_arguments
     def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Compare the values that ranks must share: parameters, tied weights, learning rates, loss scale, RNG states.
 
@@ -162,10 +171,12 @@ class Booster:
         self.plugin.check_synchrony(model, optimizer)
 
     @failure.guard("booster.save_model")
+    @checks_arguments
     def save_model(self, model: nn.Module, directory: str, **options: Any) -> None:
         """Write a Hugging Face directory that plain `from_pretrained` opens."""
         self.plugin.checkpoint_io.save_model(model, str(directory), **options)
 
+    @checks_arguments
     def weights(
         self,
         model: nn.Module,
@@ -195,29 +206,35 @@ class Booster:
         return self.plugin.checkpoint_io.weights(model, dtype, bucket_size_in_mb, to_rank, merge_adapters, shards)
 
     @failure.guard("booster.load_model")
+    @checks_arguments
     def load_model(self, model: nn.Module, directory: str, **options: Any) -> None:
         """Load the weights from a Hugging Face directory."""
         self.plugin.checkpoint_io.load_model(model, str(directory), **options)
 
     @failure.guard("booster.save_optimizer")
+    @checks_arguments
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
         """Write the full optimizer state, which can be loaded under any layout."""
         self.plugin.checkpoint_io.save_optimizer(optimizer, str(directory))
 
     @failure.guard("booster.load_optimizer")
+    @checks_arguments
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str) -> None:
         """Load a state written by `save_optimizer`."""
         self.plugin.checkpoint_io.load_optimizer(optimizer, str(directory))
 
+    @checks_arguments
     def save_lr_scheduler(self, lr_scheduler: Any, path: str) -> None:
         """Write the scheduler's state as JSON."""
         save_lr_scheduler(lr_scheduler, str(path))
 
+    @checks_arguments
     def load_lr_scheduler(self, lr_scheduler: Any, path: str) -> None:
         """Load a state written by `save_lr_scheduler`."""
         load_lr_scheduler(lr_scheduler, str(path))
 
     @failure.guard("booster.save_checkpoint")
+    @checks_arguments
     def save_checkpoint(
         self,
         directory: str,
@@ -249,6 +266,7 @@ class Booster:
         return self.plugin.checkpoint_io.save_checkpoint(str(directory), objects, extra, asynchronous, keep_last)
 
     @failure.guard("booster.load_checkpoint")
+    @checks_arguments
     def load_checkpoint(
         self,
         directory: str,
@@ -271,6 +289,7 @@ class Booster:
         objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
         return self.plugin.checkpoint_io.load_checkpoint(str(directory), objects, resume)
 
+    @checks_arguments
     def snapshot(
         self,
         folder: str,
@@ -316,9 +335,11 @@ class Booster:
         unknown = sorted(set(named) - set(_KEYWORDS))
         if unknown:
             raise ConfigurationError(f"{call}() got the keyword '{unknown[0]}'; use {', '.join(_KEYWORDS)}")
-        given = [value for value in (*objects, *named.values()) if value is not None]
-        made = self._configure(call, prepare, given)
-        results = tuple(None if value is None else made[id(value)] for value in (*objects, *named.values()))
+        given = (*objects, *named.values())
+        kinds = ["_" if value is None else _kind(value, call) for value in given]
+        _check_targets(call, kinds)
+        made = self._configure(call, prepare, [value for value in given if value is not None])
+        results = tuple(None if value is None else made[id(value)] for value in given)
         return results[0] if len(results) == 1 else results
 
     def _configure(
@@ -358,6 +379,45 @@ class Booster:
             from booster.profiling.steps import StepProfile
 
             StepProfile(*request, boosted.model).begin(boosted.optimizers[0])
+
+
+def _check_targets(call: str, kinds: list[str]) -> None:
+    """Refuse a line of a script that assigns the results of `call` to other variables than it returns.
+
+    Args:
+        kinds: the kind of each object that the call was given, and returns.
+    """
+    names, is_tuple = _targets()
+    miscounted = len(names) != len(kinds) if is_tuple else names == ["model"] and len(kinds) > 1
+    if miscounted or any({*pair} == {"model", "optimizer"} for pair in zip(names, kinds, strict=False)):
+        right = ", ".join(kinds)
+        raise ConfigurationError(
+            f"{call}() returns what it is given, in the order given, and this line assigns it to {', '.join(names)}; "
+            f"write {right} = booster.{call}({right})"
+        )
+
+
+def _targets() -> tuple[list[str], bool]:
+    """Return the names to which the script's line assigns the result of a call, and whether it unpacks it.
+
+    No names if the line does something else with it.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    following = dropwhile(lambda each: each.offset <= frame.f_lasti, dis.get_instructions(frame.f_code))
+    first = next(following, None)
+    if first is None or not first.opname.startswith(("UNPACK_SEQUENCE", "STORE_")):
+        return [], False
+    is_tuple = first.opname == "UNPACK_SEQUENCE"
+    count, stores, names = first.arg if is_tuple else 1, following if is_tuple else iter((first,)), list[str]()
+    for each in stores:
+        if each.opname.startswith("STORE_") and len(names) < count:
+            both = each.argval if isinstance(each.argval, tuple) else (each.argval,)  # Python 3.13 joins instructions
+            names += map(str, both[:1] if "LOAD" in each.opname else both)
+        elif not each.opname.startswith("LOAD_"):  # of an object whose attribute is assigned
+            break
+    return names[:count], is_tuple
 
 
 def _kind(value: Any, call: str) -> str:

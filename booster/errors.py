@@ -1,9 +1,12 @@
-"""Exceptions of the library, and a check of option names."""
+"""Exceptions of the library, and checks of the names of options and of the arguments of calls."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 
 class ConfigurationError(ValueError):
@@ -29,6 +32,29 @@ def check_names(
             near = difflib.get_close_matches(name, known, n=1)
             instead = elsewhere(name) or (f"use {near[0]}" if near else f"it has {', '.join(known)}")
             raise ConfigurationError(f"{owner} has no option '{name}'; {instead}")
+
+
+def checks_arguments(method: Callable[..., Any], example: str | None = None) -> Callable[..., Any]:
+    """Answer wrong arguments of a public method with an example of its call, or with its signature (a decorator).
+
+    The method then raises a `ConfigurationError` where Python raises a `TypeError`, before any other rank waits.
+    """
+    signature = inspect.signature(method)
+    _, *parameters = signature.parameters.values()
+    arguments = inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters])
+    owner, _, name = method.__qualname__.rpartition(".")
+    call = owner if name == "__init__" else f"{owner.lower()}.{name}"
+    example = example or f"{call}{arguments}"
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigurationError(f"{call}() got wrong arguments ({error}); write {example}") from None
+        return method(*args, **kwargs)
+
+    return checked
 
 
 class SynchronyError(RuntimeError):

@@ -43,6 +43,10 @@ class PipelineResult:
     loss: Tensor | None = None
     outputs: Any = None
 
+    def __getitem__(self, name: str) -> Any:
+        """Return the attribute `name`, as of transformers' outputs."""
+        return getattr(self, name)
+
 
 class Plugin(ABC):
     """A parallel training strategy."""

@@ -7,6 +7,21 @@ from typing import Any
 import torch
 from torch import nn
 
+# What DeepSpeed calls on a model or an optimizer -> what to write.
+_INSTEAD = {
+    "backward": "booster.backward(loss, optimizer)",
+    "step": "optimizer.step()",
+    "save_checkpoint": "booster.save_checkpoint(directory, model=model, optimizer=optimizer)",
+    "load_checkpoint": "booster.load_checkpoint(directory, model=model, optimizer=optimizer)",
+}
+
+
+def _of_inside(inside: Any, name: str) -> Any:
+    """Return an attribute of what a wrapper holds."""
+    if name in _INSTEAD and not hasattr(inside, name):
+        raise AttributeError(f"a boosted {type(inside).__name__} has no {name}; use {_INSTEAD[name]}")
+    return getattr(inside, name)
+
 
 class ModelWrapper(nn.Module):
     """A boosted model. Missing attributes are looked up in the wrapped model.
@@ -31,7 +46,7 @@ class ModelWrapper(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            return _of_inside(super().__getattr__("module"), name)
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
@@ -86,7 +101,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optim":
             raise AttributeError(name)
-        return getattr(self.optim, name)
+        return _of_inside(self.optim, name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"

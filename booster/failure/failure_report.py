@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 
 from booster.errors import ConfigurationError
 
@@ -28,6 +33,12 @@ _COMMUNICATION = re.compile(
 _UNANSWERED = re.compile(r"connection timed out|no route to host|network is unreachable", re.IGNORECASE)
 # A plugin in the words of a message, whose options the user of a command line gives otherwise.
 _PLUGIN = re.compile(r"(plugin=)?HybridParallelPlugin\(([^()]*)\)")
+_ROOT = Path(__file__).resolve().parents[2]
+# Folders of code that is not the user's: of Python and what it has installed, and of this library.
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")),
+    *(f"{_ROOT / name}{os.sep}" for name in ("booster", "plugins", "shardformer", "hybrid_booster")),
+)
 _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 
@@ -59,11 +70,14 @@ class Failure:
         is_of_command_line = isinstance(error, ConfigurationError) and os.environ.get(LAYOUT_VARIABLE)
         if is_of_command_line:
             message = _PLUGIN.sub(_as_layout, message)
+        message = "interrupted" if interrupted else message[:_MAX_MESSAGE]
+        if isinstance(error, ConfigurationError) and not is_of_command_line:
+            message += _line_of_script(error)
         return cls(
             rank=rank,
             operation=operation,
             kind=type(error).__name__,
-            message="interrupted" if interrupted else message[:_MAX_MESSAGE],
+            message=message,
             is_users=interrupted or isinstance(error, ConfigurationError),
             exit_code=INTERRUPTED if interrupted else 2 if is_of_command_line else 1,
         )
@@ -83,6 +97,17 @@ class Failure:
             return f"error: rank {self.rank} {self.message}"
         place = f" in {self.operation}" if self.operation else ""
         return f"error on rank {self.rank}{place}: {self.kind}: {self.message}"
+
+
+def _line_of_script(error: BaseException) -> str:
+    """Return the user's line that raised `error`, or called what did, as ` (train.py, line 12)`; empty if none did."""
+    inner = reversed(list(traceback.walk_tb(error.__traceback__)))
+    around = traceback.walk_stack(sys._getframe())
+    for frame, line in chain(inner, around):
+        path = frame.f_code.co_filename
+        if Path(path).is_file() and not path.startswith(_LIBRARIES):
+            return f" ({path.removeprefix(os.getcwd() + os.sep)}, line {line})"
+    return ""
 
 
 def _as_layout(plugin: re.Match[str]) -> str:

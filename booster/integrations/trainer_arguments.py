@@ -61,9 +61,14 @@ def check_job(args: Any) -> None:
             )
     world_size = dist.get_world_size()
     if args.world_size != world_size and not isinstance(args.distributed_state, CountedReplicas):
+        is_on_cpu = dist.is_torchelastic_launched() and args.device.type == "cpu" and not args.use_cpu
+        fix = (
+            "on CPUs use TrainingArguments(use_cpu=True)"
+            if is_on_cpu
+            else "set RANK, LOCAL_RANK and WORLD_SIZE before making TrainingArguments, as `booster run` and torchrun do"
+        )
         raise ConfigurationError(
-            f"TrainingArguments counts {args.world_size} process, and the process group {world_size} ranks; set RANK, "
-            "LOCAL_RANK and WORLD_SIZE before TrainingArguments is made, as `booster run` and torchrun do"
+            f"TrainingArguments counts {args.world_size} process, and the process group {world_size} ranks; {fix}"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
@@ -410,8 +411,12 @@ def check_boosted_model(model: Any) -> None:
     if isinstance(model, GuardedModel):
         return
     kind = type(model).__name__
-    modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    inside = next((path for path, each in modules if isinstance(each, GuardedModel)), None)
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"a {kind} stands where the model belongs; the order is booster.execute_pipeline(data_iter, model, …), "
+            "booster.save_model(model, directory)"
+        )
+    inside = next((path for path, each in model.named_modules() if isinstance(each, GuardedModel)), None)
     if inside is not None:
         raise ConfigurationError(f"the model is {kind} around the one that boost() returned; pass its .{inside}")
     raise ConfigurationError(
@@ -427,6 +432,11 @@ def check_boosted_optimizer(optimizer: Any) -> None:
         ConfigurationError: if it is the user's own optimizer, or if a compiler traces this call.
     """
     refuse_traced_call()
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            f"a {type(optimizer).__name__} stands where the optimizer belongs; the order is booster.backward(loss, "
+            "optimizer), booster.execute_pipeline(data_iter, model, criterion, optimizer)"
+        )
     if not isinstance(optimizer, GuardedOptimizer):
         raise ConfigurationError(
             f"the optimizer is a plain {type(optimizer).__name__}; pass the one that boost() returned for one that "

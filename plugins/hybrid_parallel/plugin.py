@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from booster import failure
-from booster.errors import ConfigurationError
+from booster.errors import ConfigurationError, checks_arguments
 from booster.launch import debug_is_asked, elastic_place
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
@@ -60,6 +60,7 @@ class HybridParallelPlugin(Plugin):
             has one sentence for each problem.
     """
 
+    @partial(checks_arguments, example="HybridParallelPlugin(tp_size=2, pp_size=2)")
     def __init__(self, /, **options: Any) -> None:
         self._plans = None
         if elastic_place() is not None:

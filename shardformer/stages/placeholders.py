@@ -81,6 +81,11 @@ class StageInput:
         self.kept: dict[tuple[str, str], Tensor | None] = {}
         self.pass_number = 0
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass is under way."""
+        return self.pass_number % 2 == 1
+
     def begin(
         self, message: StageMessage | None, carried_inputs: Sequence[str] = (), keeps: Sequence[tuple[str, str]] = ()
     ) -> None:
@@ -135,19 +140,40 @@ class LayerInputs:
         return args, {**kwargs, name: value}
 
 
-def _elsewhere(name: str) -> AttributeError:
-    return AttributeError(f"'{name}' is part of a module on another pipeline stage; read it there, or before boost()")
-
-
 class _PartOfPlaceholder(SimpleNamespace):
-    """What models read of a part of a module on another stage."""
+    """What models read of a part of a module on another stage, whose placeholder is `placeholder`."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise _elsewhere(name)
+        placeholder = vars(self).get("placeholder")  # none while it is copied
+        raise AttributeError(name) if placeholder is None else placeholder.absent(name)
+
+
+class _AbsentWeight(Tensor):
+    """A weight of another stage between two passes: its dtype and device can be read, and no value."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `function`, which asks for no value.
+
+        Raises:
+            AttributeError: it is another one, such as `sum`.
+        """
+        if function.__name__ not in ("__get__", "__set__", "size", "dim", "numel", "type", "is_floating_point", "to"):
+            raise next(each.problem for each in args if isinstance(each, cls))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
 
 
 class StagePlaceholder(nn.Module):
-    """Base class of the placeholders for modules of other stages."""
+    """Base class of the placeholders for modules of other stages.
+
+    Attributes:
+        place: path of the module in the model, and the stage that holds it, for messages.
+    """
+
+    place = ("", "another pipeline stage")
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,12 +183,23 @@ class StagePlaceholder(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            raise _elsewhere(name) from None
+            raise self.absent(name) from None
+
+    def absent(self, name: str) -> AttributeError:
+        """Return the error for a part of the module that is not here."""
+        path, stage = self.place
+        name = f"{path}.{name}".lstrip(".")
+        return AttributeError(f"'{name}' is part of a module on {stage}; read it there, or before boost()")
 
     @property
     def weight(self) -> Tensor:
         """A dummy tensor, for models that read the dtype or device of a module on another stage."""
-        return self.stage_input.dummy()
+        dummy = self.stage_input.dummy()
+        if self.stage_input.is_running:
+            return dummy
+        absent = dummy.as_subclass(_AbsentWeight)
+        absent.problem = self.absent("weight")
+        return absent
 
     @property
     def dtype(self) -> torch.dtype:
@@ -411,9 +448,10 @@ def with_attributes(stand_in: StagePlaceholder, native: nn.Module) -> StagePlace
         *owners, last = path.split(".")
         node = stand_in.__dict__
         for owner in owners:
-            node = node.setdefault(owner, _PartOfPlaceholder()).__dict__
+            node = node.setdefault(owner, _PartOfPlaceholder(placeholder=stand_in)).__dict__
         # Models look up the number of a part, such as a language, and numbers of the parts of their first layer.
-        node[last] = dict.fromkeys(part) if path in tables else _PartOfPlaceholder(**_numbers(part))
+        numbers = _PartOfPlaceholder(placeholder=stand_in, **_numbers(part))
+        node[last] = dict.fromkeys(part) if path in tables else numbers
     return stand_in
 
 

@@ -206,6 +206,11 @@ class StagePartitioner:
         if any(layout.changes_shapes for layout in self.lists):
             hook_captured_outputs(self.model)
         views = {stage: self._view_of(stage, stage_input) for stage in self.manager.held}
+        paths = {module: path for path, module in self.model.named_modules()}
+        for view in views.values():
+            for (parent, name), stand_in in view.placeholders.items():
+                path = f"{paths[parent]}.{name}".lstrip(".")
+                stand_in.place = path, f"pipeline stage {min(self.holders(path))}"
         entered = [self.ranges[stage].start for stage in self.manager.held]
         for index, layout in enumerate(self.lists):
             for path, fields in layout.finished_towers.items():

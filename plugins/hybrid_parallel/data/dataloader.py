@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from booster.data import PackingCollator
 from booster.errors import ConfigurationError
+from booster.logging import get_logger
 from plugins.hybrid_parallel.data.agreement import check_same_data, check_shareable, is_shared_out
 from plugins.hybrid_parallel.data.batch_check import ReplicaCheck
 from plugins.hybrid_parallel.data.microbatch import without_rows
@@ -369,6 +370,9 @@ def shard_dataloader_on_all_ranks(dataloader: DataLoader, mesh: HybridMesh, orde
     return sharded
 
 
+_log = get_logger(__name__)
+
+
 def check_batch_size(dataloader: DataLoader, least: int) -> None:
     """Refuse a loader whose batches have fewer samples than a pipeline has micro-batches.
 
@@ -422,6 +426,13 @@ class Loading:
         # Imported here to defer the import of accelerate.
 
         self._follow_default()
+        if not isinstance(dataloader.dataset, IterableDataset) and not len(dataloader):
+            _log.warning(
+                "the DataLoader has no batches: %d samples, batch_size=%s, drop_last=%s",
+                len(dataloader.dataset),
+                dataloader.batch_size,
+                dataloader.drop_last,
+            )
         sharded = shard_dataloader_on_all_ranks(dataloader, self.mesh, self.order)
         sharded.on_iteration = self.first_batches.count_iteration
         return sharded

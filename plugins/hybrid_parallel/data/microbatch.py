@@ -37,11 +37,18 @@ def next_batch(batches: Any) -> Any:
 
     Raises:
         ConfigurationError: the value is neither.
+        StopIteration: the iterator is at its end.
     """
     if isinstance(batches, Mapping):
         return batches
     if isinstance(batches, Iterator):
-        return next(batches)
+        try:
+            return next(batches)
+        except StopIteration:
+            raise StopIteration(
+                "execute_pipeline got an iterator that is at its end, or that of a loader without batches; make "
+                "iter(dataloader) once an epoch, and call execute_pipeline len(dataloader) times"
+            ) from None
     kind = type(batches).__name__
     raise ConfigurationError(
         f"execute_pipeline takes a batch from an iterator, and was given a {kind}; "

@@ -248,6 +248,11 @@ class CriterionStepLoss(StepLoss):
             value, count = value
             self.count += per_copy(count.detach() if isinstance(count, Tensor) else count, self.copies)
             self.counts_itself.fill_(1.0)
+        elif value is None:
+            raise ConfigurationError(
+                "criterion returned None, as outputs.loss is where a criterion computes the loss; leave the criterion "
+                "out to train on the loss of the model"
+            )
         elif self._rows_of_all()[1]:
             raise unknown_rows(microbatch)
         else:

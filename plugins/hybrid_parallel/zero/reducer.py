@@ -291,7 +291,10 @@ class GradientReducer:
         gradient = native_grad(param)
         clear_native_grad(param)
         if not self.accepting:
-            raise RuntimeError("call booster.backward(loss, optimizer) instead of loss.backward()")
+            raise RuntimeError(
+                "call booster.backward(loss, optimizer) instead of loss.backward(), with what boost() returned: "
+                "model, optimizer = booster.boost(model, optimizer)"
+            )
         if self.expects_none:
             raise ConfigurationError(
                 "the loss reads a weight besides the model's outputs, and another pipeline stage may count it too; "
