@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from hybrid_booster import import_from_here
 
@@ -18,7 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if needs_no_torch(given):
         sys.exit(answer(given))
+    before = signal.signal(signal.SIGINT, _interrupted)
     from booster import __version__  # noqa: F401 (before a module in it, which would be loaded twice)
     from booster.cli.main import main as run_command
 
+    signal.signal(signal.SIGINT, before)
     run_command(given)
+
+
+def _interrupted(*_: Any) -> NoReturn:
+    """End at Ctrl-C while libraries are imported, some of which turn a KeyboardInterrupt into another error."""
+    sys.stderr.write("interrupted\n")
+    os._exit(130)

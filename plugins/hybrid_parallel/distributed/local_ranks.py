@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
@@ -220,9 +221,18 @@ def devices_for(world_size: int) -> str:
 
 
 def fork_server(preload: Sequence[str]) -> Any:
-    """Return the context of `multiprocessing` whose processes start with these modules imported."""
+    """Return the context of `multiprocessing` whose processes start with these modules imported.
+
+    Its server is started here if there is none, and never interrupted: Ctrl-C would end its imports with a traceback.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
+    resource_tracker.ensure_running()  # its start would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 

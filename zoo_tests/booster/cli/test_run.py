@@ -60,7 +60,7 @@ def test_error_in_guard_ends_ranks_whose_main_threads_are_blocked() -> None:
 @pytest.mark.parametrize("where", ["all", "1"])
 def test_users_mistake_is_one_line(where: str) -> None:
     result = start_job("mistake", where).ended()
-    assert (result.code, result.err) == (1, f"error: {SENTENCE}\n")
+    assert result.code == 1 and re.fullmatch(rf"error: {SENTENCE} \(\S+job.py, line \d+\)\n", result.err)
     assert result.seconds < LIMIT_S
 
 
@@ -110,7 +110,7 @@ def test_script_alone_is_a_job_of_one_rank() -> None:
 @pytest.mark.slow
 def test_users_mistake_in_one_process() -> None:
     result = start_alone("mistake").ended()
-    assert (result.code, result.err) == (1, f"error: {SENTENCE}\n")
+    assert result.code == 1 and re.fullmatch(rf"error: {SENTENCE} \(\S+job.py, line \d+\)\n", result.err)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -346,6 +347,8 @@ def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) ->
     try:
         _wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
         pids = [int(file.name) for file in tmp_path.iterdir()]
+        server = Path(f"/proc/{psutil.Process(pids[0]).ppid()}/status").read_text()
+        assert int(re.search(r"SigBlk:\s+(\w+)", server)[1], 16) & 1 << signal.SIGINT - 1, "its imports would end"
         (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
         _wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
         said = process.communicate(timeout=under_load(20))[1].decode()
