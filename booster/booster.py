@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from booster import failure
 from booster.checkpoint import SavedCheckpoint, load_lr_scheduler, save_lr_scheduler
-from booster.errors import ConfigurationError, checks_arguments
+from booster.errors import ConfigurationError, check_names, checks_arguments
 from booster.launch import elastic_place, take_profile_request
 from booster.meter import Meter
 from booster.plugin import PipelineResult, Plugin, TrainingObjects, load_plugin
@@ -30,6 +30,7 @@ _INSTEAD = {
     **dict.fromkeys(("step", "zero_grad"), "the optimizer's, optimizer.step() and optimizer.zero_grad()"),
 }
 _KEYWORDS = ("model", "optimizer", "criterion", "dataloader", "lr_scheduler")
+_OF_STEP = ("data_iter", "model", "criterion", "optimizer", "return_loss", "return_outputs")
 _BETWEEN = (__name__, "booster.errors", "contextlib")  # modules of the frames between a script and its call of `boost`
 
 
@@ -117,7 +118,6 @@ class Booster:
         """
         self.plugin.backward(loss, optimizer, by_rows)
 
-    @checks_arguments
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],
@@ -126,6 +126,7 @@ class Booster:
         optimizer: torch.optim.Optimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        **unknown: Any,
     ) -> PipelineResult:
         """Run the forward pass of one batch, and the backward pass if an optimizer is given, under any layout.
 
@@ -141,6 +142,8 @@ class Booster:
         Returns:
             An object with `.loss` (0-d) and `.outputs`.
         """
+        if unknown:
+            check_names(unknown, _OF_STEP, "booster.execute_pipeline")
         return self.plugin.execute_pipeline(
             data_iter, model, criterion or self._criterion, optimizer, return_loss, return_outputs
         )

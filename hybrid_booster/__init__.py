@@ -42,7 +42,7 @@ def import_from_here(name: str) -> ModuleType:
         return found
     spec = PathFinder.find_spec(name, [str(own)])
     if spec is None or spec.loader is None:
-        raise ImportError(f"{own / last} does not exist; install hybrid-booster anew", name=name)
+        raise ImportError(f"{own / last} does not exist; install hybrid-booster again", name=name)
     spec.loader = LazyLoader(spec.loader)
     module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)

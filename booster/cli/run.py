@@ -352,7 +352,7 @@ def _code_of(failures: dict[int, Any], was_reported: bool) -> int:
         number = -failure.exitcode
         if number > 0 and number != signal.SIGTERM:
             if not was_reported:  # a killed rank cannot report itself
-                why = "; if nobody sent it, the system ran out of memory" if number == signal.SIGKILL else ""
+                why = "; if no one sent it, the system ran out of memory" if number == signal.SIGKILL else ""
                 sys.stderr.write(f"error: rank {rank} was ended by {signal.Signals(number).name}{why}\n")
             return _SIGNAL_CODE + number
     rank, code = next(((rank, each.exitcode) for rank, each in by_time if each.exitcode > 0), (0, 0))

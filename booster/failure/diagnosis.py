@@ -109,7 +109,7 @@ def diagnose_batches(batches: Mapping[int, str]) -> str:
                     one, two = (each.get(name, "missing") for each in (expected, shapes))
                     return (
                         f"'{name}' of the batch is {one} on rank {other} and {two} on rank {rank}; all ranks of a "
-                        "replica need the same batch: boost() the dataloader, or seed it alike on all of them"
+                        "replica need the same batch: boost() the dataloader, or give it one seed on all of them"
                     )
     return ""
 

@@ -25,8 +25,8 @@ LAYOUT_VARIABLE = "BOOSTER_TAKEN_OVER"
 _MAX_MESSAGE = 600
 # Error messages of gloo, NCCL and the store if another process did not do its part.
 _COMMUNICATION = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|timeout|gloo|nccl|socket|waited in vain|"
-    r"could not send|application timeout|store->get",
+    r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|timeout|gloo|nccl|socket|waited without an "
+    r"answer|could not send|application timeout|store->get",
     re.IGNORECASE,
 )
 # What the kernel says of a connection whose other end has not answered for long.

@@ -144,7 +144,7 @@ class FailureMonitor(threading.Thread):
         if known is not None:
             return known
         if is_timeout(error) and not (is_unanswered(error) and found.silent):
-            return self._timed_out(found)
+            return self._unanswered_wait(found)
         return self._silence(found) if found.silent else failure
 
     def _silence(self, found: DesyncReport) -> Failure:
@@ -155,12 +155,12 @@ class FailureMonitor(threading.Thread):
             first, f"does not answer any more{more}; rank {self.rank} was {self._doing()}; {found.where}"
         )
 
-    def _timed_out(self, found: DesyncReport) -> Failure:
+    def _unanswered_wait(self, found: DesyncReport) -> Failure:
         wait = self.main.failed_wait
         others = f"; {found.where}" if found.where else ""
         others += f"; {ranks_text(found.silent)} did not answer" if found.silent else ""
         message = (
-            f"waited in vain{wait.text().removeprefix('waiting') if wait else ''}, {self.operations.phrase}"
+            f"waited without an answer{wait.text().removeprefix('waiting') if wait else ''}, {self.operations.phrase}"
             f"{others}. Collectives wait for timeout_s={self.timeout_s:g}; "
             "use launch_from_torch(timeout_s=...) to change that"
         )
@@ -301,7 +301,7 @@ class FailureMonitor(threading.Thread):
 
     def _death(self, peer: Peer, status: int | None) -> Failure:
         how = ending(status)
-        why = "; if nobody sent SIGKILL, the system ran out of memory" if "SIGKILL" in how else ""
+        why = "; if no one sent SIGKILL, the system ran out of memory" if "SIGKILL" in how else ""
         found = self._found(peer.rank, how, peer.phrase())
         return replace(found, message=found.message + why)
 

@@ -374,7 +374,7 @@ def _refuse_half_step(method: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _refuse_local_file() -> NoReturn:
-    raise ConfigurationError(f"{_LOCAL_STATE}; in the place of saving it {_SAVE_MODEL}")
+    raise ConfigurationError(f"{_LOCAL_STATE}; instead of saving it {_SAVE_MODEL}")
 
 
 @cache

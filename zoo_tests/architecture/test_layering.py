@@ -155,10 +155,9 @@ def entries_of(package: str) -> dict[str, set[str]]:
 
 
 def prose_of(path: Path) -> Iterator[str]:
-    """Docstrings and comments of a file."""
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, documented)]
-    yield from filter(None, map(ast.get_docstring, nodes))
+    """Docstrings, messages and comments of a file: all strings of several words."""
+    values = (node.value for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant))
+    yield from (value for value in values if isinstance(value, str) and " " in value)
     for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
@@ -324,7 +323,7 @@ def test_files_say_what_they_are() -> None:
 
 
 def test_words_are_plain() -> None:
-    """Docstrings and comments of the library keep to plain English."""
+    """Docstrings, messages and comments of the library keep to plain English."""
     found = [
         f"{named(path)}: {words!r} in {text.strip()[:80]!r}"
         for path in files_of(*LIBRARY)

@@ -55,7 +55,7 @@ MISTAKES = [
     ("tp2", "HybridParallelPlugin(tensor_parallel_size=2)", "use tp_size=2"),
     ("tp2", "HybridParallelPlugin(precision='float16')", "use 'fp32' or 'bf16' or 'fp16' or 'fp8'"),
     # ----- a step -----
-    ("tp2", "… booster.execute_pipeline(batch, model, return_output=True)", "return_outputs=False)"),
+    ("tp2", "… booster.execute_pipeline(batch, model, return_output=True)", "use return_outputs"),
     ("dp2", "… booster.execute_pipeline(loader, model, optimizer=optimizer)", "give it iter(dataloader)"),
     ("tp2", "… booster.execute_pipeline(model, batch, optimizer=optimizer)", "execute_pipeline(data_iter, model, …)"),
     ("tp2", "… booster.execute_pipeline(batch, model, lambda o, _: o.loss, optimizer)", "leave the criterion out"),

@@ -180,7 +180,7 @@ def test_rules_that_do_not_fit_are_refused_with_what_would() -> None:
     assert "shard_col leaves the outputs of layers.1.qkv cut, and no layer in layers.1 is cut by shard_row" in _refusal(
         open_column, model
     )
-    assert "layers.0.norm lies beside layers that shard_col cuts; say partial_grad('layers.0.norm')" in _refusal(
+    assert "layers.0.norm lies next to layers that shard_col cuts; say partial_grad('layers.0.norm')" in _refusal(
         TPInfo().shard_col("qkv").shard_row("out"), model
     )
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())

@@ -144,8 +144,8 @@ class ReplicaCheck:
                 first, count = found[0][:2]
                 raise ConfigurationError(
                     f"{place} has iterated boosted dataloaders {iterations} times, {first} {count} times, so that the "
-                    "order of the next samples would differ; iterate them on all ranks alike, and look at single "
-                    "batches of a plain DataLoader"
+                    "order of the next samples would differ; iterate them equally often on all ranks, and look at "
+                    "single batches of a plain DataLoader"
                 )
         is_same = len({content for *_, content in found}) == 1 and not self.iterations
         if is_same and not self._has_warned and dist.get_rank() == 0:
@@ -171,7 +171,7 @@ def _first_difference(found: list[list[Any]]) -> str:
     """Describe the first two ranks whose batches do not match, in one sentence."""
     for other_replica, other_place, other in found[1:]:
         replica, place, entries = next(each for each in found if each[0] == other_replica)
-        rule = "all ranks of a replica need the same batch: boost() the dataloader, or seed it alike on all of them"
+        rule = "all ranks of a replica need the same batch: boost() the dataloader, or give it one seed on all of them"
         if entries == other:
             replica, place, entries = found[0]
         if replica != other_replica:

@@ -90,7 +90,7 @@ def check_parts(model: nn.Module, batch: Mapping[str, Any], num_parts: int) -> N
     if num_parts > 1 and model_type in _NUMBER_IMAGES and batch.get("image_grid_thw") is not None:
         raise ConfigurationError(
             f"{type(model).__name__} numbers the images of a whole batch in the positions of their tokens, which "
-            f"{num_parts} micro-batches would begin anew; use num_microbatches=1, or batches without images"
+            f"{num_parts} micro-batches would each count from zero; use num_microbatches=1, or batches without images"
         )
 
 

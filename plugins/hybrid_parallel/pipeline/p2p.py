@@ -122,7 +122,7 @@ def _wait_for(works: list[Any], what: str) -> None:
         for work in works:
             work.wait()
     except RuntimeError as error:
-        raise RuntimeError(f"rank {dist.get_rank()} waited in vain for {what}: {error}") from error
+        raise RuntimeError(f"rank {dist.get_rank()} waited without an answer for {what}: {error}") from error
 
 
 class Channel:

@@ -214,8 +214,8 @@ def _check_visible(bucket: GradOwner, index: int) -> None:
         reason = "no_sync"
     if reason is not None:
         raise ConfigurationError(
-            f"param.grad cannot be read or set under {reason}, where no rank has the gradient as plain torch would; in "
-            "the place of torch.nn.utils.clip_grad_norm_ use HybridParallelPlugin(max_norm=…) or "
+            f"param.grad cannot be read or set under {reason}, where no rank has the gradient as plain torch would; "
+            "instead of torch.nn.utils.clip_grad_norm_ use HybridParallelPlugin(max_norm=…) or "
             "model.clip_grad_norm_(max_norm), of clip_grad_value_ optimizer.clip_grad_value_(value), for zeros "
             "optimizer.zero_grad(), to look optimizer.full_gradients()"
         )

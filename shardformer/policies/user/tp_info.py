@@ -273,8 +273,8 @@ class TPInfoPolicy(UserPolicy):
         parents = {path.rpartition(".")[0] for path in self._matches["shard_col"]} - {""}
         said = {path for kind, found in self._matches.items() if kind != "shrink" for path in found}
         return [
-            f"{path} lies beside layers that shard_col cuts; say partial_grad('{path}') if it sees what a rank has for "
-            f"itself, or replicated('{path}')"
+            f"{path} lies next to layers that shard_col cuts; say partial_grad('{path}') if it sees what a rank has "
+            f"for itself, or replicated('{path}')"
             for path, module in self.model.named_modules()
             if path.rpartition(".")[0] in parents and path not in said and any(True for _ in module.parameters())
             if not any(one.startswith(f"{path}.") for one in said)

@@ -69,7 +69,7 @@ def test_rank_ended_by_a_signal_is_named() -> None:
     result = start_job("killed", "1").ended()
     assert result.code == 137
     assert result.err.startswith("error: rank 1 was ended by SIGKILL before its first operation; rank 0 was ")
-    assert result.err.endswith("; if nobody sent SIGKILL, the system ran out of memory\n")
+    assert result.err.endswith("; if no one sent SIGKILL, the system ran out of memory\n")
     assert result.err.count("\n") == 1
     assert_no_noise(result)
 

@@ -47,7 +47,7 @@ def plugin_of(strategy: Strategy) -> HybridParallelPlugin:
     if three_d is not None:
         if groups is None:
             raise ConfigurationError(
-                "deepspeed_3d_parallel needs parallel_mode beside it; "
+                "deepspeed_3d_parallel also needs parallel_mode; "
                 'use ("parallel_mode", ([("tensor", 2), ("data", 1), ("pipeline", 2)], None))'
             )
         return HybridParallelPlugin.from_3d_config(three_d, groups, **options)
@@ -179,6 +179,6 @@ def _sizes(groups: Any) -> dict[str, int]:
         raise ConfigurationError(f"parallel_mode has no group '{unknown[0]}'; use tensor, data and pipeline")
     if order is not None:
         raise ConfigurationError(
-            "parallel_mode with an order of ranks needs deepspeed_3d_parallel beside it; use it, or None for the order"
+            "parallel_mode with an order of ranks also needs deepspeed_3d_parallel; use it, or None for the order"
         )
     return {_AXES[name]: size for name, size in sizes.items() if name in _AXES}
