@@ -5,7 +5,11 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from booster.cli.command_parser import CommandParser
 
@@ -31,6 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         command.refuse(f"{target} cannot be written ({error.strerror}); give another folder with --output")
     sys.stdout.write(f"{', '.join(path.name for path in files)} in {target}; a look at it, in seconds:\n")
+    extras = missing_extras(files)
+    if extras:
+        sys.stdout.write(f"  pip install 'hybrid-booster[{','.join(extras)}]'\n")
     sys.stdout.write(f"  booster run --nproc-per-node 2 {target / script_of(target)} --tiny\n")
     return 0
 
@@ -72,6 +79,19 @@ def copy(source: Path, target: Path) -> list[Path]:
         files.append(target / path.name)
         files[-1].write_text(text.replace(f"examples/{source.name}/", ""), encoding="utf-8")
     return files
+
+
+def missing_extras(files: Sequence[Path]) -> list[str]:
+    """Return the extras of hybrid-booster that install what scripts import and this Python does not have."""
+    nodes = [node for path in files if path.suffix == ".py" for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    modules = {node.module.partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    missing = {name for name in modules if find_spec(name) is None}
+    try:
+        needs = [Requirement(each) for each in requires("hybrid-booster") or ()]
+    except PackageNotFoundError:  # it runs from a folder
+        return []
+    extra_of = {each.name.replace("-", "_"): str(each.marker).split('"')[1] for each in reversed(needs) if each.marker}
+    return sorted({extra for module, extra in extra_of.items() if module in missing})
 
 
 def _taken(target: Path) -> Path | None:

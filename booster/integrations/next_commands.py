@@ -1,7 +1,8 @@
-"""The command by which a run of Trainer goes on; scripts print it at their end."""
+"""The commands by which a run of Trainer goes on, and its model is exported; scripts print them at their end."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from booster.launch import command_of_this_job
@@ -18,3 +19,13 @@ def command_to_continue(args: Any) -> str:
     else:
         further = ("--num_train_epochs", f"{2 * args.num_train_epochs:g}")
     return command_of_this_job("--resume_from_checkpoint", "True", *further)
+
+
+def command_to_export(command: str, package: str) -> str:
+    """Return the command of another tool, after that which installs the tool if it is not there.
+
+    Args:
+        command: what exports or serves the model.
+        package: what installs the tool, with its extras; its module has the same name.
+    """
+    return command if find_spec(package.partition("[")[0]) else f"pip install '{package}' && {command}"

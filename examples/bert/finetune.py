@@ -16,6 +16,7 @@ from typing import Any
 
 from booster import Booster, ConfigurationError, launch_from_torch
 from booster.arguments import RankParser
+from booster.integrations.next_commands import command_to_export
 from booster.launch import command_of_this_job
 from plugins.hybrid_parallel import HybridParallelPlugin
 
@@ -225,7 +226,8 @@ class FineTuning:
         print("layout:     ", plugin.layout)
         print("meter:      ", self.meter.line())
         print("to continue:", command_of_this_job("--resume", "--epochs", str(2 * options.epochs)))
-        print("to export:  ", f"optimum-cli export onnx --model {options.output} {options.output}/onnx")
+        command = f"optimum-cli export onnx --model {options.output} {options.output}/onnx"
+        print("to export:  ", command_to_export(command, "optimum[onnx]"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Direct preference optimization of a language model, by TRL's DPOTrainer under any layout.
 
-    booster run --nproc-per-node 4 train.py --tp_size 2 --pp_size 2
-    booster run --nproc-per-node 2 train.py --tp_size 2 --tiny          # without a download, in seconds
+    booster run --nproc-per-node 4 train.py --tp 2 --pp 2
+    booster run --nproc-per-node 2 train.py --tp 2 --tiny          # without a download, in seconds
 
 All options of TRL's `DPOConfig` work: `--beta 0.05`, `--loss_type ipo`, `--bf16`, ... The reference model is a copy of
 the model at the start, in the same layout.
@@ -15,7 +15,7 @@ from typing import Any
 
 from booster import launch_from_torch
 from booster.integrations.arguments import TrainingParser
-from booster.integrations.next_commands import command_to_continue
+from booster.integrations.next_commands import command_to_continue, command_to_export
 from booster.integrations.trainer_checkpoints import MeterCallback
 from booster.integrations.transformers import boosted
 from plugins.hybrid_parallel import HybridParallelPlugin
@@ -40,8 +40,8 @@ class Options:
 
     model: str = "Qwen/Qwen3-0.6B"
     dataset: str = "trl-lib/ultrafeedback_binarized"
-    tp_size: int = 1
-    pp_size: int = 1
+    tp: int = 1
+    pp: int = 1
     tiny: bool = False
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         train_dataset=data,
         processing_class=tokenizer,
         callbacks=[meter],
-        plugin=HybridParallelPlugin(tp_size=options.tp_size, pp_size=options.pp_size),
+        plugin=HybridParallelPlugin(tp_size=options.tp, pp_size=options.pp),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.save_model()
@@ -69,7 +69,8 @@ def main() -> None:
         print("layout:     ", trainer.plugin.layout)
         print("meter:      ", meter.line())
         print("to continue:", command_to_continue(args))
-        print("to export:  ", f"transformers serve {args.output_dir}")
+        command = f"transformers serve {args.output_dir}"
+        print("to export:  ", command_to_export(command, "transformers[serving]"))
 
 
 def from_hub(options: Options) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase, Dataset]:

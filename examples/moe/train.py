@@ -1,7 +1,7 @@
 """Fine-tune a mixture of experts (OLMoE, Mixtral, Qwen3-MoE) with expert parallelism, by transformers' Trainer.
 
-    booster run --nproc-per-node 8 train.py --ep_size 8
-    booster run --nproc-per-node 2 train.py --ep_size 2 --tiny          # without a download, in seconds
+    booster run --nproc-per-node 8 train.py --ep 8
+    booster run --nproc-per-node 2 train.py --ep 2 --tiny          # without a download, in seconds
 
 Each rank reads its own experts from the files. On GPUs the model trains in 16 bit, with fp32 copies of the weights and
 recomputed layers: 18 bytes of each parameter, most of which the ranks share out. The default has 6.9 billion and is for
@@ -17,7 +17,7 @@ from typing import Any
 
 from booster import launch_from_torch, record_module_init
 from booster.integrations.arguments import TrainingParser
-from booster.integrations.next_commands import command_to_continue
+from booster.integrations.next_commands import command_to_continue, command_to_export
 from booster.integrations.trainer_checkpoints import MeterCallback
 from booster.integrations.transformers import boosted
 from plugins.hybrid_parallel import HybridParallelPlugin
@@ -45,9 +45,9 @@ class Options:
     model: str = "allenai/OLMoE-1B-7B-0924-Instruct"
     dataset: str = "HuggingFaceH4/no_robots"
     max_length: int = 2048
-    tp_size: int = 1
-    pp_size: int = 1
-    ep_size: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
     tiny: bool = False
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     launch_from_torch(seed=args.seed)
     model, tokenizer, data = tiny() if options.tiny else from_hub(options)
     model.config.output_router_logits = True  # adds the router's loss
-    layout = {"tp_size": options.tp_size, "pp_size": options.pp_size, "ep_size": options.ep_size}
+    layout = {"tp_size": options.tp, "pp_size": options.pp, "ep_size": options.ep}
     precision = "bf16" if on_gpu else "fp32"
     meter = MeterCallback()
     trainer = boosted(Trainer)(
@@ -79,7 +79,8 @@ def main() -> None:
         print("layout:     ", trainer.plugin.layout)
         print("meter:      ", meter.line())
         print("to continue:", command_to_continue(args))
-        print("to export:  ", f"transformers serve {args.output_dir}")
+        command = f"transformers serve {args.output_dir}"
+        print("to export:  ", command_to_export(command, "transformers[serving]"))
 
 
 def from_hub(options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Dataset]:

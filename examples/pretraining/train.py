@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from booster import Booster, launch_from_torch, record_module_init
+from booster.integrations.next_commands import command_to_export
 from booster.launch import command_of_this_job
 from plugins.hybrid_parallel import HybridParallelPlugin
 
@@ -77,7 +78,8 @@ def main() -> None:
         print("layout:     ", plugin.layout)
         print("meter:      ", meter.line())
         print("to continue:", command_of_this_job("--resume", "--steps", str(2 * options.steps)))
-        print("to export:  ", f"transformers serve {options.output}")
+        command = f"transformers serve {options.output}"
+        print("to export:  ", command_to_export(command, "transformers[serving]"))
 
 
 def parse_arguments() -> argparse.Namespace:

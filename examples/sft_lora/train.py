@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a language model with LoRA, by TRL's SFTTrainer under any layout.
 
-    booster run --nproc-per-node 4 train.py --tp_size 2 --pp_size 2
-    booster run --nproc-per-node 2 train.py --pp_size 2 --tiny          # without a download, in seconds
+    booster run --nproc-per-node 4 train.py --tp 2 --pp 2
+    booster run --nproc-per-node 2 train.py --pp 2 --tiny          # without a download, in seconds
 
 All options of TRL's `SFTConfig` work: `--bf16`, `--max_length 4096`, `--report_to tensorboard`, ...
 """
@@ -40,8 +40,8 @@ class Options:
     model: str = "Qwen/Qwen3-0.6B"
     dataset: str = "trl-lib/Capybara"
     rank: int = 16
-    tp_size: int = 1
-    pp_size: int = 1
+    tp: int = 1
+    pp: int = 1
     tiny: bool = False
 
 
@@ -60,7 +60,7 @@ def main() -> None:
         processing_class=tokenizer,
         peft_config=LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear"),
         callbacks=[meter],
-        plugin=HybridParallelPlugin(tp_size=options.tp_size, pp_size=options.pp_size),
+        plugin=HybridParallelPlugin(tp_size=options.tp, pp_size=options.pp),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.save_model()

@@ -1,7 +1,7 @@
 """Fine-tune an encoder-decoder to summarize, with transformers' Seq2SeqTrainer under any layout.
 
-    booster run --nproc-per-node 4 train.py --tp_size 2 --pp_size 2
-    booster run --nproc-per-node 2 train.py --tp_size 2 --tiny          # without a download, in seconds
+    booster run --nproc-per-node 4 train.py --tp 2 --pp 2
+    booster run --nproc-per-node 2 train.py --tp 2 --tiny          # without a download, in seconds
 
 All options of `Seq2SeqTrainingArguments` work; evaluation generates the summaries and scores their words.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from booster import launch_from_torch
 from booster.integrations.arguments import TrainingParser
-from booster.integrations.next_commands import command_to_continue
+from booster.integrations.next_commands import command_to_continue, command_to_export
 from booster.integrations.trainer_checkpoints import MeterCallback
 from booster.integrations.transformers import boosted
 from plugins.hybrid_parallel import HybridParallelPlugin
@@ -47,8 +47,8 @@ class Options:
     max_source_length: int = 1024
     max_target_length: int = 128
     eval_samples: int = 500
-    tp_size: int = 1
-    pp_size: int = 1
+    tp: int = 1
+    pp: int = 1
     tiny: bool = False
 
 
@@ -72,7 +72,7 @@ def main() -> None:
         data_collator=DataCollatorForSeq2Seq(tokenizer, model),
         compute_metrics=lambda prediction: shared_words(prediction, tokenizer),
         callbacks=[meter],
-        plugin=HybridParallelPlugin(tp_size=options.tp_size, pp_size=options.pp_size),
+        plugin=HybridParallelPlugin(tp_size=options.tp, pp_size=options.pp),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())
@@ -81,7 +81,8 @@ def main() -> None:
         print("layout:     ", trainer.plugin.layout)
         print("meter:      ", meter.line())
         print("to continue:", command_to_continue(args))
-        print("to export:  ", f"optimum-cli export onnx --model {args.output_dir} {args.output_dir}/onnx")
+        command = f"optimum-cli export onnx --model {args.output_dir} {args.output_dir}/onnx"
+        print("to export:  ", command_to_export(command, "optimum[onnx]"))
 
 
 def from_hub(options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Dataset, Dataset]:

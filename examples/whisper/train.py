@@ -1,7 +1,7 @@
 """Fine-tune Whisper to write down speech, with transformers' Seq2SeqTrainer on several ranks.
 
-    booster run --nproc-per-node 4 train.py --tp_size 2
-    booster run --nproc-per-node 2 train.py --tp_size 2 --tiny          # without a download, in seconds
+    booster run --nproc-per-node 4 train.py --tp 2
+    booster run --nproc-per-node 2 train.py --tp 2 --tiny          # without a download, in seconds
 
 Evaluation generates the text, and reports the word error rate. Whisper generates in a loop of its own, which a pipeline
 cannot run: the layouts are tensor and data parallelism.
@@ -14,7 +14,7 @@ from typing import Any
 
 from booster import launch_from_torch
 from booster.integrations.arguments import TrainingParser
-from booster.integrations.next_commands import command_to_continue
+from booster.integrations.next_commands import command_to_continue, command_to_export
 from booster.integrations.trainer_checkpoints import MeterCallback
 from booster.integrations.transformers import boosted
 from plugins.hybrid_parallel import HybridParallelPlugin
@@ -44,7 +44,7 @@ class Options:
     dataset: str = "google/fleurs"
     subset: str = "de_de"
     eval_samples: int = 200
-    tp_size: int = 1
+    tp: int = 1
     tiny: bool = False
 
 
@@ -68,7 +68,7 @@ def main() -> None:
         processing_class=tokenizer,
         compute_metrics=lambda prediction: word_error_rate(prediction, tokenizer),
         callbacks=[meter],
-        plugin=HybridParallelPlugin(tp_size=options.tp_size),
+        plugin=HybridParallelPlugin(tp_size=options.tp),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint == "True" or args.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())
@@ -77,9 +77,8 @@ def main() -> None:
         print("layout:     ", trainer.plugin.layout)
         print("meter:      ", meter.line())
         print("to continue:", command_to_continue(args))
-        print(
-            "to export:  ", f"ct2-transformers-converter --model {args.output_dir} --output_dir {args.output_dir}/ct2"
-        )
+        command = f"ct2-transformers-converter --model {args.output_dir} --output_dir {args.output_dir}/ct2"
+        print("to export:  ", command_to_export(command, "ctranslate2"))
 
 
 def from_hub(options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Dataset, Dataset]:

@@ -120,7 +120,7 @@ def test_objects_are_made_of_derived_classes() -> None:
 
 def test_messages_have_the_words_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     error = ConfigurationError("leave it out, or use HybridParallelPlugin(tp_size=2, precision='bf16')")
-    assert Failure.of(error, "", 0).message == str(error)
+    assert Failure.of(error, "", 0).message.startswith(f"{error} (")
     monkeypatch.setenv(LAYOUT_VARIABLE, "1")
     assert Failure.of(error, "", 0).line() == "error: leave it out, or use --layout tp_size=2,precision=bf16"
 

@@ -29,13 +29,13 @@ _TWO_REPLICAS = ("--per_device_train_batch_size", "4")  # half of what one repli
 # Example -> (the way to say the steps, more options, options of the layout, those of the layout that goes on)
 JOBS = {
     "pretraining": (_PLAIN, ("--save-every", "3"), ("--tp", "2"), ("--pp", "2")),
-    "sft_lora": (_TRAINER, ("--bf16", "False", "--save_steps", "3"), ("--pp_size", "2"), ("--tp_size", "2")),
-    "dpo": (_TRAINER, ("--bf16", "False", "--save_steps", "3"), ("--tp_size", "2"), _TWO_REPLICAS),
-    "bert_trainer": (_TRAINER, ("--save_steps", "3"), ("--tp_size", "2"), ("--pp_size", "2")),
-    "t5_summarization": (_TRAINER, ("--save_steps", "3"), ("--tp_size", "2"), _TWO_REPLICAS),
-    "whisper": (_TRAINER, ("--save_steps", "3"), ("--tp_size", "2"), _TWO_REPLICAS),
-    "vit": (_TRAINER, ("--save_steps", "3"), ("--pp_size", "2"), ("--tp_size", "2")),
-    "moe": (_TRAINER, ("--save_steps", "3"), ("--ep_size", "2"), ("--tp_size", "2")),
+    "sft_lora": (_TRAINER, ("--bf16", "False", "--save_steps", "3"), ("--pp", "2"), ("--tp", "2")),
+    "dpo": (_TRAINER, ("--bf16", "False", "--save_steps", "3"), ("--tp", "2"), _TWO_REPLICAS),
+    "bert_trainer": (_TRAINER, ("--save_steps", "3"), ("--tp", "2"), ("--pp", "2")),
+    "t5_summarization": (_TRAINER, ("--save_steps", "3"), ("--tp", "2"), _TWO_REPLICAS),
+    "whisper": (_TRAINER, ("--save_steps", "3"), ("--tp", "2"), _TWO_REPLICAS),
+    "vit": (_TRAINER, ("--save_steps", "3"), ("--pp", "2"), ("--tp", "2")),
+    "moe": (_TRAINER, ("--save_steps", "3"), ("--ep", "2"), ("--tp", "2")),
 }
 
 

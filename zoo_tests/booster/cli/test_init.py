@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from booster.cli.init import EXAMPLES, examples, script_of
+from booster.cli.init import EXAMPLES, examples, missing_extras, script_of
 from zoo_tests.booster.cli.test_commands import outcome
 from zoo_tests.harness.environment import REPOSITORY
 
@@ -63,6 +63,14 @@ def test_nothing_is_overwritten(
     assert outcome(capsys, "init", "vit", "--output", str(own / "x"))[0] == 2
     (tmp_path / "empty").mkdir()
     assert outcome(capsys, "init", "vit", "--output", "empty")[0] == 0
+
+
+def test_what_a_copy_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from trl.trainer import x\nfrom datasets import y\nfrom timm import z\nfrom other import a")
+    assert "trackers" not in missing_extras([script])
+    monkeypatch.setattr("booster.cli.init.find_spec", lambda name: None)
+    assert missing_extras([script]) == ["examples", "integrations", "vision"]
 
 
 def test_names_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
