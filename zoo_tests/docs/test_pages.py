@@ -117,7 +117,7 @@ def test_the_pictures_of_layouts_are_drawn(tmp_path: Path, monkeypatch: pytest.M
 
 
 def _option_rows() -> list[list[str]]:
-    return rows_of(REPOSITORY / "docs" / "training.md", "Option")
+    return rows_of(REPOSITORY / "docs" / "options.md", "Option")
 
 
 @cache
