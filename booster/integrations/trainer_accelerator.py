@@ -106,7 +106,7 @@ class TrainerAccelerator(Accelerator):
 
     @contextmanager
     def computing_loss(self, progress: LossInProgress) -> Iterator[LossInProgress]:
-        """Note in `progress` what becomes of a loss; what is noted in an outer one is that of this one in the end."""
+        """Record in `progress` how a loss is computed. A nested computation overwrites the enclosing one's record."""
         outer, self.loss_in_progress = self.loss_in_progress, progress
         try:
             yield progress

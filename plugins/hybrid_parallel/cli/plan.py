@@ -174,7 +174,7 @@ def parser() -> CommandParser:
     command.add_argument("--devices", type=count, default=8, help="how many (8)")
     command.add_argument("--device", default="H100", help=f"{', '.join(PRESETS)} or {_HERE}, which is measured (H100)")
     command.add_argument("--memory", type=_size, help="memory of a device, such as 24GiB or 24GB; GiB without a unit")
-    command.add_argument("--flops", type=_positive, help="dense TFLOP/s that a device promises")
+    command.add_argument("--flops", type=_positive, help="dense TFLOP/s of a device, by its specification")
     command.add_argument("--node-size", type=count, help="devices of a node")
     command.add_argument("--intra", type=_positive, help="GB/s that a device sends inside of a node")
     command.add_argument("--inter", type=_positive, help="GB/s that a device sends between nodes")

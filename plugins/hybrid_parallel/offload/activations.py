@@ -251,7 +251,7 @@ class OffloadedActivations:
             self._begin_layer()
 
     def _begin_layer(self) -> None:
-        """Send off what the layer before has saved, and let go of what the one before that has."""
+        """Start to copy out the previous layer's saved tensors; free those of the layer before it."""
         self._is_first = False
         self._held_storages = {tensor.untyped_storage()._cdata for tensor in self._held}
         number = self._current.number + 1

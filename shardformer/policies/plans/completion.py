@@ -1,4 +1,7 @@
-"""Completion: what the plan of a family leaves whole, derived from tiny models, where a model at hand has the same."""
+"""Completion: extra styles for modules that a family's plan leaves replicated.
+
+They are derived from tiny models, and applied only where the real model has the same classes.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Heads of delta nets (arXiv 2412.06464, 2510.26692; Qwen3-Next, OLMo hybrid, Kimi Linear), which `tp_size` divides.
 
 Plans of transformers gather the outputs of their projections, or leave them whole, so that every rank computes all
-heads. So it is here where `tp_size` does not divide the heads, and with `reproducible=True`, whose blocks the delta
-rule does not read.
+heads. The same fallback is used here where `tp_size` does not divide the heads, and with `reproducible=True`, whose
+blocks the delta rule does not read.
 """
 
 from __future__ import annotations

@@ -161,7 +161,10 @@ class PlanPolicy(Policy):
 
     @cached_property
     def completion(self) -> DeclaredPlan:
-        """The plan of what the family's own plan leaves out; of nothing in blocks, with which it was not seen."""
+        """Extra styles for modules that the family's plan does not name.
+
+        Empty where layers run in blocks: completions are not verified there.
+        """
         found = completion_of(type(self.model))
         is_meant = is_shipped(self.declared) and not self.shard_config.computes_in_blocks
         return found.fitting(self.model, self) if is_meant and found is not None else DeclaredPlan({})
