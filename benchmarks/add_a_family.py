@@ -1,6 +1,6 @@
 """How long it takes to add a family by rules alone.
 
-    python -m benchmarks --only add_a_family --output docs/performance.md
+    python -m benchmarks --only add_a_family --output docs/results/performance.md
     python -m benchmarks.add_a_family [--classes bert/BertForSequenceClassification,…]
 
 For each class a directory with its configuration is made, as of a model that nobody has seen: a proposal consults no
