@@ -22,7 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if needs_no_torch(given):
         sys.exit(answer(given))
     before = signal.signal(signal.SIGINT, _interrupted)
-    from booster import __version__  # noqa: F401 (before a module in it, which would be loaded twice)
+    try:
+        _ = import_from_here("booster").__version__  # before a module in it, which would be loaded twice
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error.name} is not installed; pip install hybrid-booster brings it")
     from booster.cli.main import main as run_command
 
     signal.signal(signal.SIGINT, before)

@@ -85,13 +85,12 @@ def missing_extras(files: Sequence[Path]) -> list[str]:
     """Return the extras of hybrid-booster that install what scripts import and this Python does not have."""
     nodes = [node for path in files if path.suffix == ".py" for node in ast.walk(ast.parse(path.read_text("utf-8")))]
     modules = {node.module.partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    missing = {name for name in modules if find_spec(name) is None}
     try:
         needs = [Requirement(each) for each in requires("hybrid-booster") or ()]
     except PackageNotFoundError:  # it runs from a folder
         return []
     extra_of = {each.name.replace("-", "_"): str(each.marker).split('"')[1] for each in reversed(needs) if each.marker}
-    return sorted({extra for module, extra in extra_of.items() if module in missing})
+    return sorted({extra_of[name] for name in modules & extra_of.keys() if find_spec(name) is None})
 
 
 def _taken(target: Path) -> Path | None:
