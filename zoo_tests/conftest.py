@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     # Thousands of boosts of tiny models, each compared with plain training anyway.
-    os.environ["BOOSTER_CHECK_LAYOUT"] = "off"
+    os.environ.setdefault("BOOSTER_CHECK_LAYOUT", "off")
     poison_fresh_memory()
     if config.getoption("--device"):
         _choose_device(config.getoption("--device"))

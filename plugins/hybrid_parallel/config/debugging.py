@@ -67,7 +67,7 @@ class DebugOptions(OptionGroup):
         None,
         Rule(((lambda value: isinstance(value, str | Path), "is no path; use a directory such as 'recorded'"),), "."),
     )
-    check_layout: str = option("off", one_of("refuse", "warn", "off"))
+    check_layout: str = option("refuse", one_of("refuse", "warn", "off"))
     debug: bool = option(False, SWITCH)
     synchrony_interval: int = option(1, positive(10))
     reproducible: bool = option(False, SWITCH)

@@ -54,7 +54,7 @@ class _Place:
 
     def wait(self, is_done: Callable[[], bool]) -> None:
         """Let other ranks run until `is_done`."""
-        if is_done():
+        if is_done() and not self.errors:
             return
         state, own = torch.get_rng_state(), threading.get_ident()
         self._waits[own] = is_done
@@ -182,23 +182,29 @@ def _get_without_lock(self: functools.cached_property, instance: Any, owner: typ
 
 
 @contextmanager
-def _worlds_of_threads() -> Iterator[None]:
-    """Let torch's functions see the world of the thread that calls them; other threads keep the process's own."""
+def _worlds_of_threads() -> Iterator[list[threading.Thread]]:
+    """Let torch's functions see the world of the thread that calls them; other threads keep the process's own.
+
+    Yields:
+        A list for the threads. If one does not end, it keeps its world, and so never meets that of the process.
+    """
 
     class Worlds(torchs.ThreadLocalWorld):
         def _get_world(self) -> Any:
             return getattr(_of_thread, "world", own)
 
     dist.Backend.register_backend(_BACKEND, lambda _, rank, size, __: _ThreadGroup(rank, size), devices=["cpu"])
-    own, hook, state = c10d._world, sys.excepthook, torch.get_rng_state()
+    own, hook, state, threads = c10d._world, sys.excepthook, torch.get_rng_state(), []
     c10d._world = Worlds()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
         with mock.patch.object(functools.cached_property, "__get__", _get_without_lock):
-            yield
+            yield threads
     finally:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        c10d._world, sys.excepthook = own, hook  # init_process_group wraps the hook each time, to add the rank
+        sys.excepthook = hook  # init_process_group wraps it each time, to add the rank
+        if not any(thread.is_alive() for thread in threads):
+            c10d._world = own
         torch.set_rng_state(state)
 
 
@@ -236,16 +242,18 @@ def run_on_threads(
                 place.end_deadlock()
                 place.turn.notify_all()
 
-    with _worlds_of_threads(), torch.autograd.set_multithreading_enabled(False):
+    with _worlds_of_threads() as threads, torch.autograd.set_multithreading_enabled(False):
         state = torch.get_rng_state()
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+        threads += [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()
         end = time.monotonic() + timeout_s
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
-            raise TimeoutError(f"a rank has not ended within {timeout_s:.0f} s")
+            place.errors.append(TimeoutError(f"a rank has not ended within {timeout_s:.0f} s"))
+            for thread in threads:  # they end where they next wait for each other
+                thread.join(timeout_s / 10)
     if place.errors:
         raise place.errors[0]
     return results

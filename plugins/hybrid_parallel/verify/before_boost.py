@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 import shardformer
 from booster.errors import ConfigurationError
@@ -30,6 +31,7 @@ from plugins.hybrid_parallel.verify.layout_check import (
     checked_layouts,
 )
 
+_LONGEST_READ_S = 10  # of a batch
 _VARIABLE = "BOOSTER_CHECK_LAYOUT"
 _PACKAGES = (Path(shardformer.__file__).parent, Path(__file__).parents[1])
 
@@ -44,13 +46,15 @@ def check_before_boost(objects: TrainingObjects, config: HybridParallelConfig) -
         ConfigurationError: on all ranks, if a copy of the model trains otherwise and `check_layout="refuse"`.
     """
     parallel, mode = config.parallel, os.environ.get(_VARIABLE, config.debugging.check_layout)
-    divides = max(parallel.tp_size, parallel.pp_size, parallel.cp_size, parallel.ep_size) > 1
-    if mode == "off" or not divides or not objects.optimizers:
+    if max(parallel.tp_size, parallel.pp_size, parallel.cp_size, parallel.ep_size) == 1 or not objects.optimizers:
         return []
     found = None
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and mode != "off":
         found = asdict(_report(objects, config.options(), dist.get_world_size()))
-    report = LayoutReport(**broadcast_json(found))
+    mode, found = broadcast_json((mode, found))  # ranks may have other environments
+    if found is None:
+        return []
+    report = LayoutReport(**found)
     if report.findings and mode == "refuse":
         raise ConfigurationError("; ".join(report.findings))
     return [*report.findings, *report.not_checked] if dist.get_rank() == 0 else []
@@ -74,12 +78,17 @@ def _report(objects: TrainingObjects, options: dict[str, Any], world_size: int) 
 
 
 def _first_samples(loaders: Sequence[Any]) -> Mapping[str, Any]:
-    """Return the first samples of the first data loader, as a batch."""
+    """Return the first samples of the first data loader, as a batch.
+
+    A worker reads them, as a data set or a collate function may count its calls or have random numbers of its own.
+    """
     loader = loaders[0] if loaders else None
     dataset = getattr(loader, "dataset", None)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):
         raise NotCheckedError("boost() got no data loader over samples with numbers")
-    batch = loader.collate_fn([dataset[index] for index in range(min(loader.batch_size or 1, len(dataset)))])
+    rows = range(min(loader.batch_size or 1, len(dataset)))
+    given = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+    [batch] = DataLoader(dataset, len(rows), sampler=rows, num_workers=1, timeout=_LONGEST_READ_S, **given)
     if not isinstance(batch, Mapping):
         raise NotCheckedError("its batches are no mappings")
     return batch

@@ -154,6 +154,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": {"vocab_size_per_layer_input": 101},
     **dict.fromkeys(("vibevoice_acoustic_tokenizer", "vibevoice_acoustic_tokenizer_encoder"), {"num_filters": 2}),
     "mamba2": {"num_heads": 8, "state_size": 16, "chunk_size": 8, "n_groups": 2},
+    "nemotron_h": {"chunk_size": 8},
     "switch_transformers": {"router_jitter_noise": 0.0},
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2}),
     "vjepa2": {"crop_size": 16, "frames_per_clip": 4, "pred_num_hidden_layers": 2, "pred_hidden_size": 32}

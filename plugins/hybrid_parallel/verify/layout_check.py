@@ -23,7 +23,9 @@ import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,8 +63,10 @@ _LONGEST_AXIS = 16
 _EXPERTS = 4  # of a small copy
 _MOST_PARAMETERS = 4_000_000  # of a copy, of which each rank gets a part
 _LEAST_ROWS = 7  # samples, which differ in length and padding
-_LONGEST_S = 10  # of the processor, for a step of one rank
+_LONGEST_S = 6  # of the processor, for the steps of all ranks together
+_LONGEST_CHECK_S = 10  # after which no further layout is tried
 _LENGTH = 300
+_NO_CONFIG = "its class does not make it of a configuration"
 _OTHER_PARTS = "its parameters are not those that its class makes of its configuration"
 # Options that decide what is computed where. The others are about devices, files, memory and time.
 _KEPT = (
@@ -137,11 +141,11 @@ class _Copies:
 
 
 class _LimitedLog(OutputLog):
-    """Recorder that ends a pass which takes too much time."""
+    """Recorder that ends steps which take too much time."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, seconds: float) -> None:
         super().__init__(model)
-        self._end = time.thread_time() + _LONGEST_S
+        self._end = time.thread_time() + seconds
 
     def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         if time.thread_time() > self._end:
@@ -149,21 +153,34 @@ class _LimitedLog(OutputLog):
         super()._after(name, module, args, output)
 
 
-@random_numbers_apart()
 def check_layout(subject: CheckedModel, options: Mapping[str, Any], world_size: int) -> LayoutReport:
     """Check the layout of `options` for a model, without ranks; never raises.
+
+    It runs in a thread of its own, where no mode of the caller holds: autocast, no_grad, hooks of saved tensors.
 
     Args:
         options: keywords of `HybridParallelPlugin`.
         world_size: number of ranks of the layout, of any size.
     """
-    report = LayoutReport()
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with random_numbers_apart(), quiet(), warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
+            warnings.simplefilter("ignore")
+            return thread.submit(_check, subject, options, world_size).result()
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _check(subject: CheckedModel, options: Mapping[str, Any], world_size: int) -> LayoutReport:
+    report, start = LayoutReport(), time.process_time()
     for small, count in checked_layouts(options, world_size):
         config = HybridParallelConfig.from_options(**small)
         name = f"{type(model_inside(subject.model)).__name__}, {config.layout(small['dp_size'])}"
         try:
-            with quiet():
-                found = _difference(subject, small, count)
+            if time.process_time() - start > _LONGEST_CHECK_S:
+                raise NotCheckedError(f"the check takes longer than {_LONGEST_CHECK_S} s")
+            found = _difference(subject, small, count)
         except Exception as error:  # models fail with arbitrary exception types
             report.not_checked.append(f"{name}, not checked: {_sentence(error)}")
             continue
@@ -220,7 +237,7 @@ def _difference(subject: CheckedModel, options: dict[str, Any], world_size: int)
             raise NotCheckedError("what it computes of a part of a batch may differ, and replicas divide the batch")
         world_size //= options["dp_size"]
         options = options | {"num_microbatches": 1, "dp_size": 1, "pp_style": "1f1b", "num_model_chunks": None}
-    trial, plain, precision = _plain(subject, options)
+    trial, plain, precision = _plain(subject, options, partial(_LimitedLog, seconds=_LONGEST_S / world_size))
     try:
         ranks = run_on_threads(_train, world_size, trial)
     except (ConfigurationError, NotCheckedError, NotImplementedError):
@@ -253,26 +270,30 @@ def _train(trial: VerifyCase) -> Trace:
     return train_on_rank(replace(trial, options=copy.deepcopy(trial.options)))
 
 
-def _plain(subject: CheckedModel, options: dict[str, Any]) -> tuple[VerifyCase, Trace, str]:
+def _plain(
+    subject: CheckedModel, options: dict[str, Any], record: Callable[[nn.Module], OutputLog]
+) -> tuple[VerifyCase, Trace, str]:
     """Return the first copy of a model that trains unsharded, its trace and its precision."""
     parallel = HybridParallelConfig.from_options(**options)
-    stages, reasons = parallel.parallel.pp_size * parallel.chunks_per_rank, []
+    stages, reasons = parallel.parallel.pp_size * parallel.chunks_per_rank, {}
     parts = (options.get("num_microbatches") or options["pp_size"]) * options["dp_size"]
     for make in (_with_images, _whole_size, _small_size, _own_object):
         for precision, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
             try:
                 copies, criterion = make(subject, options["tp_size"], stages, dtype)
-                trial = VerifyCase(copies, max(2 * parts + 1, _LEAST_ROWS), 1, options, criterion, record=_LimitedLog)
+                trial = VerifyCase(copies, max(2 * parts + 1, _LEAST_ROWS), 1, options, criterion, record=record)
                 plain = train_reference(trial)
                 if not all(numpy.isfinite(value).all() for value in plain.steps[0].gradients.values()):
                     raise NotCheckedError("the gradients of its small copy are not finite, also plainly")
+                with suppress(Exception):  # a second step without padding, which not each model takes
+                    trial, plain = (longer := replace(trial, steps=2)), train_reference(longer)
                 return trial, plain, precision
             except (NotCheckedError, RandomLossError) as error:
-                reasons.append(str(error))
+                reasons[make] = str(error)
                 break
             except Exception as error:  # models fail with arbitrary exception types
-                reasons.append(_sentence(error))
-    raise NotCheckedError("; ".join(dict.fromkeys(reasons[1:])))  # without that of images, which few models take
+                reasons[make] = f"its small copy does not train plainly either: {_sentence(error).partition(';')[0]}"
+    raise NotCheckedError(reasons[_own_object if reasons[_small_size] == _NO_CONFIG else _small_size])
 
 
 def _with_images(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[Subject, Any]:
@@ -315,6 +336,8 @@ def _own_object(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.d
         raise NotCheckedError("no small copy of it can be made")
     model = copy.deepcopy(subject.model).to(device="cpu", dtype=dtype).train()
     for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
+            hooks.clear()  # they may count or log what is trained
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
     given = {key: _cast(value, dtype) for key, value in subject.batch().items()}
@@ -337,6 +360,8 @@ def _twin(model: nn.Module, config: Any, dtype: torch.dtype) -> tuple[Subject, A
 
     def batches(model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         batch = batch_for(model, step, rows, has_labels=criterion is None)
+        if step:  # without padding, for which other attention may run
+            batch.pop("attention_mask", None)
         return {key: _cast(value, dtype) for key, value in batch.items()}
 
     return _Copies(built, batches), criterion
@@ -345,7 +370,7 @@ def _twin(model: nn.Module, config: Any, dtype: torch.dtype) -> tuple[Subject, A
 def _config_of(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     if not hasattr(config, "to_dict") or list(inspect.signature(type(model).__init__).parameters)[1:2] != ["config"]:
-        raise NotCheckedError("its class does not make it of a configuration")
+        raise NotCheckedError(_NO_CONFIG)
     return config
 
 
