@@ -38,8 +38,8 @@ class DebugOptions(OptionGroup):
         seed: seed of the random streams; None for the seed that `launch` set.
         record_schedule: directory to which the times of pipeline actions are written, for `booster inspect --recorded`.
         check_layout: what happens if a small copy of the model trains otherwise under the layout than plainly: "refuse"
-            raises an error before anything is changed, "warn" logs it, "off" does not look. Off by default: a third
-            of the classes has been tried with it. `BOOSTER_CHECK_LAYOUT` in the environment overrides it.
+            raises an error before anything is changed, "warn" logs it, "off" does not look. `BOOSTER_CHECK_LAYOUT` in
+            the environment overrides it.
         debug: check every module for nan and inf and every collective for mismatched calls, and compare what ranks must
             share; `BOOSTER_DEBUG=1` in the environment has the same effect.
         synchrony_interval: in debug mode, number of steps between two comparisons of parameters over ranks.

@@ -85,7 +85,7 @@ class _Work:
         return True
 
 
-_of_thread = threading.local()  # place, and world: torch's record of the groups of a rank
+_of_thread = threading.local()  # place
 
 
 class _ThreadGroup(dist.ProcessGroup):
@@ -101,7 +101,8 @@ class _ThreadGroup(dist.ProcessGroup):
         self._expected: dict[tuple, int] = defaultdict(int)
 
     # What torch's functions ask of a group. A class in Python is its own backend.
-    _device_types = property(lambda self: [torch.device("cpu")])
+    # Before it has a name, torch 2.15 would hang a recorder of collectives on one with devices.
+    _device_types = property(lambda self: [torch.device("cpu")] if self in c10d._world.pg_names else [])
     group_name = pg_name = name = property(lambda self: c10d._world.pg_names[self])
 
     def _get_backend(self, device: torch.device) -> _ThreadGroup:
@@ -190,8 +191,13 @@ def _worlds_of_threads() -> Iterator[list[threading.Thread]]:
     """
 
     class Worlds(torchs.ThreadLocalWorld):
+        @property
+        def comms(self) -> list:  # missing in torch 2.11
+            world = self._get_world()
+            return own.comms if world is own else vars(world).setdefault("comms", [])
+
         def _get_world(self) -> Any:
-            return getattr(_of_thread, "world", own)
+            return super()._get_world() if hasattr(_of_thread, "place") else own
 
     dist.Backend.register_backend(_BACKEND, lambda _, rank, size, __: _ThreadGroup(rank, size), devices=["cpu"])
     own, hook, state, threads = c10d._world, sys.excepthook, torch.get_rng_state(), []
@@ -225,19 +231,21 @@ def run_on_threads(
     place, store, results = _Place(world_size), dist.HashStore(), [None] * world_size
 
     def run(rank: int) -> None:
-        _of_thread.place, _of_thread.world = place, torchs.WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])
+        _of_thread.place = place
         with place.turn:
             try:
                 torch.set_rng_state(state)
                 dist.init_process_group(_BACKEND, rank=rank, world_size=world_size, store=store)
-                results[rank] = function(*arguments)
+                try:
+                    results[rank] = function(*arguments)
+                finally:
+                    ProcessGroups.forget()
+                    dist.destroy_process_group()
             except _EndOfRank:
                 pass
             except BaseException as error:
                 place.errors.append(error)
             finally:
-                ProcessGroups.forget()
-                dist.destroy_process_group()
                 place.num_running -= 1
                 place.end_deadlock()
                 place.turn.notify_all()

@@ -57,12 +57,13 @@ def check_before_boost(objects: TrainingObjects, config: HybridParallelConfig) -
     report = LayoutReport(**found)
     if report.findings and mode == "refuse":
         raise ConfigurationError("; ".join(report.findings))
-    return [*report.findings, *report.not_checked] if dist.get_rank() == 0 else []
+    told = [*report.findings, "; ".join(report.not_checked)]
+    return [each for each in told if each and dist.get_rank() == 0]
 
 
 def _report(objects: TrainingObjects, options: dict[str, Any], world_size: int) -> LayoutReport:
     try:
-        file = _cache_file(objects.model, options, world_size)
+        file = None if objects.criterion else _cache_file(objects.model, options, world_size)
         if file is not None:
             with suppress(OSError, ValueError, TypeError):
                 return LayoutReport(**json.loads(file.read_text(encoding="utf-8")))
@@ -106,6 +107,7 @@ def _cache_file(model: nn.Module, options: Mapping[str, Any], world_size: int) -
     known = (
         [type(model).__module__, type(model).__qualname__, config.to_dict()]
         + [[name, list(param.shape)] for name, param in model.named_parameters()]
+        + sorted({_forward_of(type(module)) for module in model.modules()})
         + [list(checked_layouts(options, world_size)), torch.__version__, transformers.__version__, _sources()]
         + [[file, os.stat(file).st_mtime_ns] for file in files]
     )
@@ -120,6 +122,13 @@ def _source_files(model: nn.Module) -> Iterator[str | None]:
     for name in sorted(modules):
         if name.partition(".")[0] not in ("torch", "transformers"):
             yield getattr(sys.modules.get(name), "__file__", None)
+
+
+def _forward_of(kind: type[nn.Module]) -> str:
+    """Return the name of a class and the code of its forward, which may have been replaced."""
+    code = getattr(kind.forward, "__code__", None)
+    place = () if code is None else (code.co_filename, code.co_firstlineno, code.co_code.hex())
+    return f"{kind.__module__}.{kind.__qualname__} {place}"
 
 
 @cache
