@@ -40,7 +40,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
 from plugins.hybrid_parallel.planner.proxy_model import quiet
-from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, compare
+from plugins.hybrid_parallel.verify.compare import Difference, Tolerance, compare
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.module_outputs import OperatorLog, OutputLog
 from plugins.hybrid_parallel.verify.random_batch import batch_for, distance_from_wave, takes_labels
@@ -65,6 +65,8 @@ _LEAST_ROWS = 7  # samples, which differ in length and padding
 _LONGEST_S = 6  # of the processor, for the steps of all ranks together
 _LONGEST_CHECK_S = 10  # after which no further layout is tried
 _LENGTH = 300
+# Wider than those of `booster verify`: sums of activations that are computed in fp32 or bf16 (Apertus) end in rounding.
+_TOLERANCES = {"fp64": Tolerance(1e-5, 1e-4, 1e-4), "fp32": Tolerance(3e-4, 3e-3, 1e-3)}
 _NO_CONFIG = "its class does not make it of a configuration"
 _OTHER_PARTS = "its parameters are not those that its class makes of its configuration"
 # Options that decide what is computed where. The others are about devices, files, memory and time.
@@ -242,10 +244,10 @@ def _difference(subject: CheckedModel, options: dict[str, Any], world_size: int)
         raise  # boost() decides on the layout of the model itself
     except Exception as error:  # no finding: a fault that is raised is not silent, and may be of the small sizes alone
         raise NotCheckedError(f"its small copy does not train under the layout: {_sentence(error)}") from error
-    first = compare(plain, ranks, TOLERANCES[precision]).first
+    first = compare(plain, ranks, _TOLERANCES[precision]).first
     if first is None:
         return None
-    if compare(plain, [train_reference(trial)], TOLERANCES[precision]).first is not None:
+    if compare(plain, [train_reference(trial)], _TOLERANCES[precision]).first is not None:
         raise NotCheckedError("no two plain steps of its small copy agree")
     with suppress(OSError, TypeError):  # there is no source
         return f"{first.text}{_place(trial, first, world_size, precision)}"
@@ -411,7 +413,7 @@ def _place(trial: VerifyCase, first: Difference, world_size: int, precision: str
         return place
     trial = replace(trial, record=partial(OperatorLog, path=path, file=file))
     try:
-        found = compare(train_reference(trial), run_on_threads(_train, world_size, trial), TOLERANCES[precision]).first
+        found = compare(train_reference(trial), run_on_threads(_train, world_size, trial), _TOLERANCES[precision]).first
     except Exception:  # the module's place is known
         return place
     is_found = found is not None and found.what == "output"

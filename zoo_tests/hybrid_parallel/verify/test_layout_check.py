@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -145,6 +148,48 @@ def test_what_cannot_be_checked_is_one_sentence() -> None:
     assert reason.startswith("Linear, tp 2 x pp 1 x dp 1, not checked: ") and not report.findings
 
 
+def _fails(x: Tensor) -> Tensor:
+    if x.requires_grad and dist.is_initialized():
+        raise ValueError("no")
+    return x
+
+
+def test_what_fails_under_the_layout_is_told_and_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", _layer(_fails))
+    report = check_layout(CheckedModel(llama()), TP, 2)
+    assert "does not train under the layout: ValueError: no" in report.not_checked[0] and not report.findings
+
+
+class _Counting(Dataset):
+    """Samples of random numbers, whose generator and count of calls a check must not move."""
+
+    def __init__(self) -> None:
+        self.numbers, self.calls = torch.Generator().manual_seed(1), 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.calls += 1
+        return torch.randn(3, generator=self.numbers)
+
+
+def test_the_caller_notices_nothing() -> None:
+    data = _Counting()
+    numbers = data.numbers.get_state()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            report = check_layout(CheckedModel(llama()), TP, 2)
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    loader = DataLoader(data, 4, collate_fn=lambda samples: {"x": torch.stack(samples)})
+    batch = before_boost._first_samples([loader])
+    assert len(report.proved) == 1 and batch["x"].shape == (4, 3)
+    assert data.calls == 0 and torch.equal(data.numbers.get_state(), numbers)
+
+
 def _in_a_job(mode: str, folder: str) -> str:
     os.environ["XDG_CACHE_HOME"] = folder
     before = os.environ.pop("BOOSTER_CHECK_LAYOUT", None)
@@ -200,6 +245,23 @@ def test_threads_talk_as_ranks_do() -> None:
     results = run_on_threads(_talk, 2)
     assert [values for values, _ in results] == [[3.0, 11.0, 10.0]] * 2
     assert results[0][1] == results[1][1]  # each rank has torch's random numbers for itself
+
+
+def _compute_for_long() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(1)
+    dist.barrier()
+
+
+def test_a_rank_that_takes_too_long_ends_with_the_others() -> None:
+    world, threads = dist.distributed_c10d._world, threading.active_count()
+    with pytest.raises(TimeoutError):
+        run_on_threads(_compute_for_long, 2, timeout_s=0.2)
+    assert threading.active_count() > threads and dist.distributed_c10d._world is not world
+    while threading.active_count() > threads:
+        time.sleep(0.1)
+    assert not dist.is_initialized()
+    dist.distributed_c10d._world = world
 
 
 def _wait_in_vain() -> None:
