@@ -1,18 +1,16 @@
 """TRL's fused head on a boosted model: per-token log-probabilities instead of logits.
 
 TRL replaces `forward` of its models, so that `model(..., labels=labels, fused_lm_head=True)` multiplies hidden states
-by the weight of the head. Under a layout no rank has all of that weight, so that the same numbers are computed here
-from the logits.
+by the weight of the head. Under a layout no rank has all of that weight; the boosted model gives the same numbers.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -46,53 +44,41 @@ class FusedHead:
 
     def attach(self, model: nn.Module) -> None:
         """Let a boosted model answer `fused_lm_head=True`."""
-        calls: list[Mapping[str, Any] | None] = []
+        names = ("labels", "shift_labels", "num_items_in_batch")
+        calls: list[tuple[dict[str, Any] | None, ExitStack]] = []
 
         def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            names = ("labels", "shift_labels", "num_items_in_batch") if kwargs.get("fused_lm_head") else ()
-            calls.append({name: kwargs.get(name) for name in names} or None)
-            kwargs = {name: value for name, value in kwargs.items() if name not in (*names, "fused_lm_head")}
-            return args, kwargs | ({"use_cache": False} if names else {})
+            is_fused, scoring = kwargs.pop("fused_lm_head", False), ExitStack()
+            asked = {name: kwargs.pop(name, None) for name in names} if is_fused else None
+            if asked is not None:
+                given = asked["shift_labels"]
+                given = F.pad(asked["labels"], (0, 1), value=-100)[:, 1:] if given is None else given
+                kwargs |= {"shift_labels": given, "use_cache": False}
+                scoring.enter_context(model.scoring_tokens(self.temperature, self.outputs))
+            calls.append((asked, scoring))
+            return args, kwargs
 
         def after(module: nn.Module, args: tuple, outputs: Any) -> Any:
-            asked = calls.pop()
-            return outputs if asked is None else self._score(outputs, **asked)
+            asked, scoring = calls.pop()
+            scoring.close()
+            return outputs if asked is None or outputs is None else self._output(outputs, **asked)
 
         model.register_forward_pre_hook(before, with_kwargs=True)
-        model.register_forward_hook(after)
+        model.register_forward_hook(after, always_call=True)
 
-    def _score(self, outputs: Any, labels: Tensor, shift_labels: Tensor | None, num_items_in_batch: Any) -> Any:
+    def _output(self, scores: Any, labels: Tensor, shift_labels: Tensor | None, num_items_in_batch: Any) -> Any:
         """Return TRL's output of per-token fields, [batch, seq - 1], or [batch, seq] with `shift_labels`."""
         from trl.trainer.utils import FusedCausalLMOutput
 
-        logits, targets = outputs.logits, shift_labels  # [batch, seq, vocabulary]
+        fields, targets = {name: scores[name] for name in self.outputs}, shift_labels
         if targets is None:
-            # peft's virtual tokens stand in front of those that have labels.
-            targets = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=-100)[:, 1:]
-            logits = logits[:, :-1]
-        mask = (targets := targets.to(logits.device)) != -100
-        fields = _fields(logits.float() / self.temperature, targets.clamp(min=0), self.outputs)
-        fields = {name: value.masked_fill(~mask, 0) for name, value in fields.items()}
+            fields, targets = {name: value[:, :-1] for name, value in fields.items()}, labels[:, 1:]
+        # peft's virtual tokens stand in front of those that have labels.
+        length = fields["log_probs"].shape[1]
+        mask = F.pad(targets, (length - targets.shape[1], 0), value=-100).to(fields["log_probs"].device) != -100
         items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        aux_loss = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
         loss = -fields["log_probs"].sum() / items
-        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
-
-
-def _fields(logits: Tensor, targets: Tensor, wanted: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return the fields asked for, each shaped like `targets`; logits are [..., vocabulary]."""
-    log_probs = logits.log_softmax(-1)
-    fields = {"log_probs": log_probs.gather(-1, targets[..., None]).squeeze(-1)}
-    if "entropy" in wanted:
-        fields["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
-    with torch.no_grad():
-        if "log_sum_sq_probs" in wanted:
-            fields["log_sum_sq_probs"] = (2 * log_probs).logsumexp(-1)
-        if "mean_logits" in wanted:
-            fields["mean_logits"] = logits.mean(-1)
-        if "is_top1" in wanted:
-            fields["is_top1"] = logits.argmax(-1) == targets
-    return fields
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=scores.get("aux_loss"), **fields)
 
 
 class AdapterReference:

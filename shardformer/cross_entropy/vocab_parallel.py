@@ -1,9 +1,9 @@
-"""Cross-entropy over logits that are sharded along the vocabulary, without gathering them."""
+"""Cross-entropy and scores of tokens over logits that are sharded along the vocabulary, without gathering them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -12,8 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
+from shardformer.cross_entropy import chunking
+from shardformer.cross_entropy.deferred_logits import DeferredLogits
 from shardformer.distributed.blocks import BlockedTensor, blocks_of, sum_over_blocks
+from shardformer.distributed.collectives import reduce_from_region
 
 
 def cross_entropy_sum(
@@ -122,3 +126,82 @@ def _sum(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     (total,) = parts
     dist.all_reduce(total, group=group)
     return total
+
+
+def token_scores(
+    logits: Tensor,
+    labels: Tensor,
+    fields: tuple[str, ...],
+    temperature: float = 1.0,
+    vocab_range: tuple[int, int] | None = None,
+    group: ProcessGroup | None = None,
+    ignore_index: int = -100,
+    chunk_rows: int | None = None,
+) -> dict[str, Tensor]:
+    """Return the fields asked for, each [...], differentiable and at least fp32; 0 where the label is `ignore_index`.
+
+    Logits exist for one chunk of tokens at a time, and are computed again in the backward pass (arXiv 1604.06174).
+
+    Args:
+        logits: [..., vocabulary], deferred or not, or this rank's [..., padded vocabulary / ranks] with `vocab_range`.
+        labels: [...], the same on every rank of `group`.
+        fields: among "log_probs", "entropy", "log_sum_sq_probs" (log of the sum of squared probabilities),
+            "mean_logits", and "is_top1" (whether the label has the largest logit).
+        temperature: divides the logits.
+        vocab_range: first and end row of the vocabulary that `logits` cover; None for all.
+        group: the axis over which the vocabulary is sharded.
+        chunk_rows: tokens in a chunk; None for as many as `chunking` allows.
+    """
+    is_deferred = isinstance(logits, DeferredLogits) and logits.logits is None
+    source, compute = (logits.call.hidden, logits.call.compute) if is_deferred else (logits, lambda part: part)
+    columns, device = logits.shape[-1], logits.device
+    rows = chunking.chunk_rows(columns, device) if chunk_rows is None else chunk_rows
+    source, targets = source.reshape(-1, source.shape[-1]), labels.reshape(-1)
+    score = partial(_scores, compute, fields, temperature, vocab_range, group)
+    trains = torch.is_grad_enabled() and logits.requires_grad
+    again = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False) if trains else score
+    chunks = [again(*parts) for parts in zip(source.split(rows), targets.split(rows), strict=True)]
+    found = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    ignored = labels == ignore_index
+    return {name: each.view(labels.shape).masked_fill(ignored, 0) for name, each in zip(fields, found, strict=True)}
+
+
+def _scores(
+    compute: Callable[[Tensor], Tensor],
+    fields: tuple[str, ...],
+    temperature: float,
+    vocab_range: tuple[int, int] | None,
+    group: ProcessGroup | None,
+    source: Tensor,
+    labels: Tensor,
+) -> list[Tensor]:
+    """Return the fields of a chunk, [chunk] each; `compute(source)` are its logits."""
+    logits = compute(source)
+    start, stop = (0, logits.shape[-1]) if vocab_range is None else vocab_range
+    numbers = logits[..., : stop - start] / temperature  # without padding
+    numbers = numbers if numbers.dtype == torch.float64 else (logits[..., : stop - start].float() / temperature)
+    here = (labels >= start) & (labels < stop)
+    peak = numbers.detach().amax(-1) if stop > start else numbers.new_full(labels.shape, -torch.inf)
+    if group is not None:
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    centred = numbers - peak[:, None]
+    exponentials = centred.exp()
+    local = (labels - start).masked_fill(~here, 0)[:, None]
+    at_label = centred.gather(1, local)[:, 0].masked_fill(~here, 0) if stop > start else torch.zeros_like(peak)
+    sums = {"total": exponentials.sum(-1), "at_label": at_label}
+    sums |= {"weighted": (exponentials * centred).sum(-1)} if "entropy" in fields else {}
+    with torch.no_grad():
+        sums |= {"squares": exponentials.square().sum(-1)} if "log_sum_sq_probs" in fields else {}
+        sums |= {"logits": numbers.sum(-1)} if "mean_logits" in fields else {}
+        sums |= {"columns": torch.full_like(peak, stop - start)} if "mean_logits" in fields else {}
+    joined = torch.stack(list(sums.values()))
+    sums = dict(zip(sums, joined if group is None else reduce_from_region(joined, group), strict=True))
+    log_total = sums["total"].log()
+    values = {
+        "log_probs": lambda: sums["at_label"] - log_total,
+        "entropy": lambda: log_total - sums["weighted"] / sums["total"],
+        "log_sum_sq_probs": lambda: (sums["squares"].log() - 2 * log_total).detach(),
+        "mean_logits": lambda: (sums["logits"] / sums["columns"]).detach(),
+        "is_top1": lambda: sums["at_label"].detach() >= 0,
+    }
+    return [values[name]() for name in fields]

@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardformer.cross_entropy.deferred_logits as deferred_logits
 import shardformer.loss.text as text
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.cross_entropy import chunking
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case
+from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.train_sharded import RankReport, train_sharded
 
 
@@ -106,3 +111,81 @@ def test_the_loss_is_that_of_plain_training(case: Case, tmp_path: Path) -> None:
 def test_logits_that_are_read_are_those_of_plain_training(case: Case, tmp_path: Path) -> None:
     """Gemma2 caps its logits, and debug mode looks at what each module returns."""
     check_case(case, tmp_path, train=train_reading)
+
+
+# ----- log-probabilities -----
+
+_SIZES: dict[str, Any] = {
+    **{"vocab_size": 271, "hidden_size": 24, "intermediate_size": 34, "num_hidden_layers": 2, "head_dim": 6},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0},
+}
+_TEMPERATURE = 0.7
+_SCORED = {
+    "tp2, capped logits": ("gemma2", "labels", 2, {"tp_size": 2}),
+    "tp2pp2": ("llama", "texts", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}),
+    "cp2": ("llama", "labels", 2, {"cp_size": 2}),
+    "pp2, packed": ("llama", "packed", 2, {"pp_size": 2, "num_microbatches": 2}),
+    "dp2, stage 3": ("llama", "labels", 2, {"zero_stage": 3}),
+    "reproducible": ("llama", "texts", 2, {"tp_size": 2, "reproducible": True}),
+}
+
+
+def _model_and_batch(family: str, kind: str, dtype: torch.dtype) -> tuple[Any, dict[str, Tensor], Tensor]:
+    """Return a model, a batch, and the labels of its next tokens, [batch, seq - 1]."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **_SIZES)).to(dtype)
+    if kind == "packed":
+        positions = torch.cat([torch.arange(length) for length in (7, 9, 3, 11)])[None]
+        ids = torch.randint(2, 271, positions.shape)
+        return model, {"input_ids": ids, "position_ids": positions}, ids.masked_fill(positions == 0, -100)[:, 1:]
+    ids = torch.randint(2, 271, (6, 13))
+    mask = (torch.arange(13) < torch.tensor([13, 4, 9, 12, 2, 7])[:, None]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if kind == "labels":
+        labels[:, :3] = -100
+        batch["labels"] = labels
+    return model, batch, labels[:, 1:]
+
+
+def _loss(log_probs: Tensor, entropy: Tensor) -> Tensor:
+    """Return a sum with other gradients for each token and field."""
+    return (log_probs.sin() * 1.3).sum() + (entropy.cos() * 0.9).sum()
+
+
+def differences_of_scores(family: str, kind: str, options: dict[str, Any]) -> list[float]:
+    """Worst differences from plain logits: of log-probabilities, of entropies, and of weights after a step."""
+    dtype = torch.float32 if "reproducible" in options else torch.float64
+    plain, batch, labels = _model_and_batch(family, kind, dtype)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    scores = (plain(**inputs, use_cache=False).logits[:, :-1] / _TEMPERATURE).log_softmax(-1)
+    expected = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0], -(scores.exp() * scores).sum(-1)
+    expected = tuple(each * (labels != -100) for each in expected)
+    (_loss(*expected) / len(batch["input_ids"])).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    model = _model_and_batch(family, kind, dtype)[0]
+    booster = Booster(plugin=HybridParallelPlugin(**options))
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    size, rank = booster.plugin.dp_size, booster.plugin.dp_rank
+
+    def share(value: Tensor) -> Tensor:
+        return value.tensor_split(size)[rank]
+
+    with _always_deferring([]):
+        found = model.token_log_probs({name: share(value) for name, value in batch.items()}, _TEMPERATURE)
+        if "reproducible" not in options:  # which takes the loss of the model alone
+            booster.backward((_loss(*found), len(found.log_probs)), optimizer)
+            optimizer.step()
+    gaps = [(one - share(other)).abs().max().item() for one, other in zip(found, expected, strict=True)]
+    whole = dict(booster.weights(model))
+    trained = plain.state_dict() if "reproducible" not in options else {}
+    return [*gaps, *((each - trained[name]).abs().max().item() for name, each in whole.items() if name in trained)]
+
+
+@pytest.mark.parametrize(
+    "name", ["tp2pp2", *(pytest.param(each, marks=pytest.mark.slow) for each in list(_SCORED) if each != "tp2pp2")]
+)
+def test_log_probabilities_without_logits_are_those_of_logits(name: str) -> None:
+    family, kind, ranks, options = _SCORED[name]
+    for gaps in run_on_ranks(ranks, differences_of_scores, family, kind, options):
+        assert max(gaps) < (1e-5 if "reproducible" in options else 1e-12)

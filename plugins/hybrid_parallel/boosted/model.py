@@ -40,7 +40,15 @@ from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.contrastive import compares_samples
 from plugins.hybrid_parallel.loss.expert_balance import ExpertBalance
 from plugins.hybrid_parallel.loss.replica_losses import off_inputs
-from plugins.hybrid_parallel.loss.step_loss import CriterionStepLoss, ModelStepLoss, StepLoss
+from plugins.hybrid_parallel.loss.step_loss import (
+    CriterionStepLoss,
+    ModelStepLoss,
+    NoLoss,
+    ScoresAsked,
+    StepLoss,
+    TokenLogProbs,
+    next_tokens,
+)
 from plugins.hybrid_parallel.offload.activations import OffloadedActivations
 from plugins.hybrid_parallel.offload.stores import Store
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
@@ -345,6 +353,46 @@ class HybridParallelModel(ModelApi):
             with failure.guard("model.generate", publishes=False):
                 return self.module.generate(*args, **kwargs)
 
+    @contextmanager
+    def scoring_tokens(self, temperature: float, fields: tuple[str, ...]) -> Iterator[None]:
+        """Let calls of the model return a dict of scores of the tokens in their `shift_labels`, without logits.
+
+        Args:
+            temperature: divides the logits.
+            fields: see `shardformer.cross_entropy.vocab_parallel`.
+
+        Raises:
+            ConfigurationError: if the temperature is not above 0.
+        """
+        self.losses.scores = ScoresAsked(fields, temperature)
+        try:
+            yield
+        finally:
+            self.losses.scores = None
+
+    def token_log_probs(self, batch: Mapping[str, Any], temperature: float = 1.0) -> TokenLogProbs:
+        """Return the log-probability of each next token and the entropy of its prediction, differentiable.
+
+        Logits exist for one chunk of tokens at a time, on the ranks that have their part of the vocabulary. All ranks
+        call it, and `booster.backward` takes a loss of the result, under any layout.
+
+        Args:
+            batch: arguments of the model's forward. Scored are its `labels` that are not -100; without labels the
+                tokens of `input_ids`, but for padding and the first of each packed document.
+            temperature: divides the logits.
+
+        Returns:
+            [batch, seq - 1] each, the value at t of token t + 1; with `shift_labels` in the batch, and for models whose
+            labels are not those of the next tokens, [batch, seq].
+
+        Raises:
+            ConfigurationError: if the temperature is not above 0, the batch has no tokens, or the model no logits.
+        """
+        given, are_next = next_tokens(batch, self.losses.head_loss)
+        with self.scoring_tokens(temperature, TokenLogProbs._fields):
+            scores = self(**given)
+        return TokenLogProbs(*(scores[name][:, :-1] if are_next else scores[name] for name in TokenLogProbs._fields))
+
     def expert_load(self) -> dict[str, Tensor]:
         """Return how many tokens were sent to each expert for the last step of the optimizer; call it on all ranks.
 
@@ -430,9 +478,16 @@ class HybridParallelModel(ModelApi):
         if self.losses.routers_see_parts and self.losses.routers_are_asked(kwargs):
             return forward_with_aux_loss(self, args, kwargs)
         if args or not self.options.is_empty(kwargs):
-            return self.whole_sequences(self.module(*args, **kwargs))
+            return self.outputs_without_loss(args, kwargs)
         # Layers accept no empty batch, and other ranks may wait for this one in them (experts).
-        return without_rows(self.whole_sequences(self.module(**stand_in(kwargs, self.options.media_tokens))))
+        return without_rows(self.outputs_without_loss((), stand_in(kwargs, self.options.media_tokens)))
+
+    def outputs_without_loss(self, args: tuple, inputs: dict[str, Any]) -> Any:
+        """Run the wrapped model; return its outputs, of whole sequences, or the scores of tokens that are asked for."""
+        loss = NoLoss([], self.mesh) if self.losses.scores is None else self.step_loss([], None, inputs)
+        with loss.reading(self.module):
+            outputs = loss.of_tokens(self.module(*args, **loss.inputs(inputs)), inputs)
+        return self.whole_sequences(outputs)
 
     def _forward_with_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a pass with the head's loss, computed on this rank's logits."""

@@ -214,8 +214,7 @@ def forward_with_aux_loss(model: Any, args: tuple, inputs: dict[str, Any]) -> An
         )
     given = inputs if has_rows else stand_in(inputs, model.options.media_tokens)
     with balance.watching(0, 0):
-        outputs = model.module(*args, **{**given, ASKED: False})
-    outputs = model.whole_sequences(outputs)
+        outputs = model.outputs_without_loss(args, {**given, ASKED: False})
     outputs = type(outputs)(**{**outputs, AUX_LOSS: balance.loss_of_replica()})
     return outputs if has_rows else without_rows(outputs)
 

@@ -156,6 +156,7 @@ class PipelineCall:
 
         def finish_forward(outputs: Any, index: int) -> OutputGradients | None:
             empty = index >= len(own)
+            outputs = loss.of_tokens(outputs, microbatches[index]) if isinstance(loss, NoLoss) else outputs
             outputs = outputs if loss.reads_parts else model.whole_sequences(outputs)
             if isinstance(loss, ModelStepLoss) and not _has_loss(outputs):
                 share = None  # a model without a head

@@ -25,7 +25,9 @@ from plugins.hybrid_parallel.loss.step_loss import (
     Microbatches,
     ModelStepLoss,
     NoLoss,
+    ScoresAsked,
     StepLoss,
+    TokenScores,
 )
 from shardformer.attention import log_once
 from shardformer.context_parallel.zigzag import ZigzagSharding, token_mask
@@ -46,7 +48,10 @@ class LossChoice:
 
     Attributes:
         head_loss: loss of the model's head class; None if it is not known.
+        scores: what passes give instead of a loss and logits; None if they do not.
     """
+
+    scores: ScoresAsked | None = None
 
     def __init__(
         self, model: nn.Module, mesh: HybridMesh, adds_exactly: bool = False, compares_all: bool = True
@@ -91,6 +96,8 @@ class LossChoice:
     ) -> StepLoss:
         if criterion is not None:
             return CriterionStepLoss(microbatches, self.mesh, criterion, self.main_input)
+        if self.scores is not None:
+            return TokenScores(microbatches, self.mesh, self.model, self.scores, self.head_loss, self.axis)
         if self.lacks_labels(batch):
             return NoLoss(microbatches, self.mesh)
         reason = self.own_reason(batch)
@@ -141,8 +148,8 @@ class LossChoice:
         return RouterBalance(self.head_loss.routers, self._router_scores, masks, self.mesh, self.cuts_over_tp)
 
     def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether the head computes no loss for `batch`."""
-        return self.head_loss is not None and not self.head_loss.applies_to(batch)
+        """Return whether the pass computes no loss for `batch`."""
+        return self.scores is not None or (self.head_loss is not None and not self.head_loss.applies_to(batch))
 
     def own_reason(self, batch: Mapping[str, Any]) -> str | None:
         """Return why the model's forward must compute the loss of `batch` itself; None if the head's loss is the same.

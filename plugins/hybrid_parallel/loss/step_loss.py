@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from booster.data.rows import rows_of, unknown_rows
@@ -23,9 +25,14 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import count_factor, exact_sum, per_copy, share_of_mean, share_of_sum
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from shardformer.context_parallel.zigzag import ZigzagSharding
+from shardformer.cross_entropy.vocab_parallel import token_scores
+from shardformer.distributed.blocks import blocks_of
 from shardformer.distributed.collectives import gather_rows
-from shardformer.layers.lm_head import deferred_logits, parallel_logits
-from shardformer.loss.terms import DIVISOR, IGNORE_INDEX, HeadLoss
+from shardformer.layers.embedding import check_indices
+from shardformer.layers.lm_head import VocabParallelLMHead, deferred_logits, parallel_logits
+from shardformer.loss.terms import DIVISOR, IGNORE_INDEX, SHIFTED, HeadLoss
+
+LOG_PROBS, ENTROPY, _AUX_LOSS = "log_probs", "entropy", "aux_loss"
 
 Microbatches = Sequence[Mapping[str, Any]]
 
@@ -123,9 +130,109 @@ class NoLoss(StepLoss):
     def _share(self, outputs: Any, index: int) -> None:
         return None
 
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the model's forward."""
+        return dict(batch)
+
+    def of_tokens(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
+        """Return what becomes of the outputs for a batch."""
+        return outputs
+
     def finish(self, return_loss: bool) -> tuple[None, None]:
         """Return no loss and no factor."""
         return None, None
+
+
+class TokenLogProbs(NamedTuple):
+    """What a model says of the tokens of a batch, [batch, seq - 1] each; 0 where a token is not scored.
+
+    Attributes:
+        log_probs: log-probability of the next token.
+        entropy: of the prediction of the next token, in nats.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class ScoresAsked:
+    """Which scores of tokens the passes of a model give.
+
+    Attributes:
+        fields: see `shardformer.cross_entropy.vocab_parallel`.
+        temperature: divides the logits.
+    """
+
+    fields: tuple[str, ...] = (LOG_PROBS, ENTROPY)
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ConfigurationError(f"temperature={self.temperature} divides the logits; use a number above 0")
+
+
+class TokenScores(NoLoss):
+    """No loss: the outputs are the scores of the tokens in `shift_labels`, each at the position that predicts it.
+
+    Args:
+        model: the sharded model.
+        asked: which scores.
+        head_loss: loss of the model's head, which knows the inputs that are derived from labels; None if unknown.
+        axis: the axis over which the model leaves sequences split; None if its outputs are of whole sequences.
+    """
+
+    own_entries = (SHIFTED,)
+
+    def __init__(
+        self,
+        microbatches: Microbatches,
+        mesh: HybridMesh,
+        model: nn.Module,
+        asked: ScoresAsked,
+        head_loss: HeadLoss | None,
+        axis: ZigzagSharding | None,
+    ) -> None:
+        super().__init__(microbatches, mesh)
+        self.model, self.asked, self.head_loss, self.axis = model, asked, head_loss, axis
+
+    def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the heads leave their logits to the scores."""
+        is_blocked = self._head is not None and blocks_of(self._head.group) is not None
+        return nullcontext() if is_blocked else deferred_logits(model)
+
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the model's forward."""
+        inputs = {name: value for name, value in batch.items() if name not in self.own_entries}
+        return inputs if self.head_loss is None else self.head_loss.inputs(inputs)
+
+    def of_tokens(self, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the scores instead of the logits, of this rank's part of each sequence.
+
+        Raises:
+            ConfigurationError: if the model has no logits of tokens.
+        """
+        logits, labels = getattr(outputs, "logits", None), batch[SHIFTED]
+        if logits is None or logits.dim() != labels.dim() + 1:
+            raise ConfigurationError(
+                f"{type(self.model).__name__} has no logits of each token, whose log-probabilities are asked for; load "
+                "it by AutoModelForCausalLM"
+            )
+        # Virtual tokens of peft stand in front of those that have labels.
+        length = logits.shape[1] if self.axis is None else self.axis.latest.length
+        labels = F.pad(labels.to(logits.device), (length - labels.shape[1], 0), value=IGNORE_INDEX)
+        labels = labels if self.axis is None else self.axis.take(labels, fill=IGNORE_INDEX)
+        head = self._head
+        is_whole = head is None or head.gather_output
+        check_indices(labels, logits.shape[-1] if is_whole else head.full_out_features, "label", ignored=IGNORE_INDEX)
+        cut = () if is_whole else (head.vocab_range, head.group)
+        scores = token_scores(logits, labels, self.asked.fields, self.asked.temperature, *cut)
+        aux_loss = getattr(outputs, _AUX_LOSS, None)
+        return scores if aux_loss is None else {**scores, _AUX_LOSS: aux_loss}
+
+    @property
+    def _head(self) -> VocabParallelLMHead | None:
+        return next((each for each in self.model.modules() if isinstance(each, VocabParallelLMHead)), None)
 
 
 class HeadStepLoss(StepLoss):
@@ -348,3 +455,29 @@ def _labels_of(batch: Mapping[str, Any]) -> Tensor | None:
 
 def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def next_tokens(batch: Mapping[str, Any], head_loss: HeadLoss | None) -> tuple[dict[str, Any], bool]:
+    """Return a batch with `shift_labels` instead of labels, and whether they are those of the next tokens.
+
+    Without labels, each token of a text is one, but for padding and the first of each packed document.
+
+    Raises:
+        ConfigurationError: if it has no labels and no tokens.
+    """
+    if batch.get(SHIFTED) is not None:
+        return {name: value for name, value in batch.items() if name != "labels"}, False
+    labels, ids = batch.get("labels"), batch.get("input_ids")
+    if labels is None:
+        if ids is None:
+            raise ConfigurationError("token_log_probs() finds neither labels nor input_ids in the batch; give either")
+        labels, mask, positions = ids, batch.get("attention_mask"), batch.get("position_ids")
+        if mask is not None and mask.dim() == 2:
+            labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
+        elif positions is not None and positions.dim() == 2:
+            labels = labels.masked_fill(positions == 0, IGNORE_INDEX)
+    known = None if head_loss is None else head_loss.terms[0]
+    if known is not None and (known.is_input or SHIFTED not in known.keywords):
+        return {**batch, "labels": labels, SHIFTED: labels}, False
+    rest = {name: value for name, value in batch.items() if name != "labels"}
+    return {**rest, SHIFTED: F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]}, True
