@@ -43,6 +43,7 @@ class Replicas:
                 f"{type(plugin).__name__} has no mesh with the axis 'dp'; use HybridParallelPlugin"
             )
         self.mesh = plugin.mesh["dp"]
+        self._inside = [plugin.mesh[axis] for axis in plugin.mesh.mesh_dim_names if axis != "dp"]
 
     @property
     def size(self) -> int:
@@ -53,6 +54,14 @@ class Replicas:
     def rank(self) -> int:
         """Which replica this rank belongs to."""
         return self.mesh.get_local_rank()
+
+    def of_first_ranks(self, tensor: Tensor) -> Tensor:
+        """Return what the first rank of this replica has, for values that a clock or another program may tell."""
+        tensor = tensor.detach().clone()
+        for axis in self._inside:
+            if axis.size() > 1:
+                dist.broadcast(tensor, group=axis.get_group(), group_src=0)
+        return tensor
 
     def gather(self, data: Any) -> Any:
         """Return nested tensors of all replicas, joined along dim 0, to which each may contribute another number.

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from booster.errors import ConfigurationError
 from booster.meter import Meter
 from booster.wrappers import ModelWrapper
+from shardformer.distributed.random import random_states, set_random_states
 
 _STATE = "booster"  # folder of the training state in a checkpoint of Trainer
 
@@ -56,6 +57,7 @@ class TrainerCheckpoints:
         if not self.args.ignore_data_skip:
             state["dataloader"] = self._train_loader.loader
         self.accelerator.booster.load_checkpoint(Path(checkpoint) / _STATE, **state)
+        self._random_states = random_states()
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
@@ -68,7 +70,9 @@ class TrainerCheckpoints:
         """Do nothing: the training state has the random states of all ranks."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Do nothing: the training state has the random states of all ranks."""
+        """Go on with the random numbers of the training state: the loader has drawn some since that was loaded."""
+        if checkpoint is not None:
+            set_random_states(self._random_states)
 
 
 class MeterCallback(TrainerCallback):

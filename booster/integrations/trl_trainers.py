@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,9 +23,11 @@ from booster.integrations.fused_head import AdapterReference
 from booster.integrations.trainer_arguments import check_arguments, check_job
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
+from shardformer.attention import log_once
 
 _OLDEST = "1.16"
 _TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer")
+_GENERATING = ("GRPOTrainer", "RLOOTrainer")
 _OF_ONE_REPLICA = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")
 # Losses of DPO that are no mean over pairs.
 _OF_A_BATCH = {
@@ -55,10 +59,10 @@ def check_trainer_class(names: list[str]) -> None:
             f"TRL {installed} is installed, and boosted() needs the fused head of TRL {_OLDEST}; "
             f"pip install 'trl>={_OLDEST}'"
         )
-    known = (*_TRAINERS, *_OF_ONE_REPLICA)
+    known = (*_TRAINERS, *_GENERATING, *_OF_ONE_REPLICA)
     if names[0] not in known:
         raise ConfigurationError(
-            f"boosted() got TRL's {names[0]}, which generates, or takes means over processes, as no layout does; use "
+            f"boosted() got TRL's {names[0]}, whose generation or means over processes hold under no layout; use "
             f"{', '.join(known[:-1])} or {known[-1]}, or run {names[0]} without boosted()"
         )
 
@@ -84,6 +88,8 @@ def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
         raise ConfigurationError(
             f"{kind}(activation_offloading=True) hooks modules that a layout replaces; use gradient_checkpointing=True"
         )
+    if hasattr(args, "num_generations"):
+        _check_generation(args, plugin)
     losses = getattr(args, "loss_type", None)
     for loss in losses if isinstance(losses, list) else ():
         if loss in _OF_A_BATCH and plugin.dp_size > 1:
@@ -91,6 +97,53 @@ def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
                 f"{kind}(loss_type={losses}): {loss!r} {_OF_A_BATCH[loss]}, which dp_size={plugin.dp_size} shares out; "
                 "use dp_size=1, or another loss"
             )
+
+
+def _check_generation(args: Any, plugin: Plugin) -> None:
+    """Refuse options of a trainer that generates.
+
+    Raises:
+        ConfigurationError: the option, the reason, and what to use.
+    """
+    kind, replicas = type(args).__name__, plugin.dp_size
+    reasons = {
+        "use_vllm": "reads parameters by their names, of which a rank has shards; leave it out: the boosted model "
+        "generates itself",
+        "use_transformers_continuous_batching": "schedules requests on each rank by itself; leave it out",
+        "cast_lm_head_to_fp32": "replaces the forward of a head that a layout cuts; use precision='fp32', or leave it "
+        "out",
+    }
+    for name, reason in reasons.items():
+        if getattr(args, name, False):
+            raise ConfigurationError(f"{kind}({name}=True) {reason}")
+    if replicas == 1:
+        return
+    of_tokens = f"is a mean over the tokens of a batch, which dp_size={replicas} shares out; use dp_size=1"
+    if getattr(args, "loss_type", None) == "bnpo":
+        raise ConfigurationError(f"{kind}(loss_type='bnpo') {of_tokens}, or another loss")
+    if getattr(args, "entropy_coef", 0.0) or getattr(args, "use_adaptive_entropy", False):
+        raise ConfigurationError(f"the entropy bonus of {kind} {of_tokens}, or entropy_coef=0.0")
+
+
+def count_generations(args: Any, replicas: int) -> None:
+    """Let a generation batch be that of replicas: the arguments have counted all ranks of the job.
+
+    Raises:
+        ConfigurationError: if groups of generations would not be whole.
+    """
+    steps = getattr(args, "steps_per_generation", None)
+    if steps is None or getattr(args, "num_generations", None) is None:
+        return
+    kind, given = type(args).__name__, args.generation_batch_size
+    args.generation_batch_size = size = args.per_device_train_batch_size * replicas * steps
+    if size % args.num_generations:
+        raise ConfigurationError(
+            f"{kind}(num_generations={args.num_generations}) does not divide the {size} completions of a generation: "
+            f"per_device_train_batch_size={args.per_device_train_batch_size}, times steps_per_generation={steps}, "
+            f"times {replicas} replicas; use a divisor, or a larger batch"
+        )
+    if size != given:
+        log_once(kind, f"generates {size} completions at a time, those of {replicas} replicas, where it counted ranks")
 
 
 def check_options_of_model(trainer: Any) -> None:
@@ -192,9 +245,54 @@ class BoostedTRLTrainer:
                     check_job(given)
                     check_arguments(given, plugin)
                     check_options(_names_in_trl(type(self)), given, plugin)
+                    count_generations(given, plugin.dp_size)
         self._num_stored = 0
-        super().__init__(*args, plugin=plugin, **kwargs)
+        with self._of_replicas():
+            super().__init__(*args, plugin=plugin, **kwargs)
         check_options_of_model(self)
+
+    # ----- processes are replicas -----
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the trainer does, with a replica for a process."""
+        with self._of_replicas():
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the trainer does, with a replica for a process."""
+        with self._of_replicas():
+            return super().evaluate(*args, **kwargs)
+
+    @contextmanager
+    def _of_replicas(self) -> Iterator[None]:
+        """Let the functions by which TRL's modules count processes, or take a model out of its wrapper, be ours."""
+        ours = {
+            "gather": self._gather,
+            "gather_object": lambda objects: self.accelerator.replicas.gather_objects(objects),
+            "set_seed": self._set_seed,
+            "unwrap_model_for_generation": _boosted_for_generation,
+        }
+        modules = [module for name, module in sys.modules.items() if name.startswith("trl.")]
+        found = [(vars(module), name) for module in modules for name in ours if callable(vars(module).get(name))]
+        before = [names[name] for names, name in found]
+        for names, name in found:
+            names[name] = ours[name]
+        try:
+            yield
+        finally:
+            for (names, name), function in zip(found, before, strict=True):
+                names[name] = function
+
+    def _gather(self, data: Any) -> Any:
+        """Return rewards of all replicas; a reward function may say something else on each rank that calls it."""
+        replicas = self.accelerator.replicas
+        return replicas.gather(replicas.of_first_ranks(data))
+
+    def _set_seed(self, seed: int, device_specific: bool = False, **options: Any) -> None:
+        """Seed the generators, alike on all ranks of a replica: they draw the same tokens, and the same order."""
+        from accelerate.utils import set_seed
+
+        set_seed(seed + self.accelerator.process_index if device_specific else seed, **options)
 
     # ----- data -----
 
@@ -246,3 +344,14 @@ class BoostedTRLTrainer:
         """Score a batch by the reference in the precision of the training."""
         with self.compute_loss_context_manager():
             return super().compute_ref_log_probs(model, inputs)
+
+
+@contextmanager
+def _boosted_for_generation(
+    model: nn.Module, accelerator: Any, *args: Any, gradient_checkpointing_kwargs: dict | None = None, **options: Any
+) -> Iterator[nn.Module]:
+    """Yield the boosted model, whose `generate` runs on all ranks of a replica, without gradient checkpointing."""
+    from trl.models.utils import disable_gradient_checkpointing
+
+    with disable_gradient_checkpointing(accelerator.unwrap_model(model), gradient_checkpointing_kwargs):
+        yield model

@@ -55,19 +55,30 @@ def restoring_default_generators() -> Iterator[None]:
 @contextmanager
 def random_numbers_apart(seed: int = 0) -> Iterator[None]:
     """Seed the default generators of torch, Python and numpy in this context, and restore their states at its end."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
+    states, numpy = random_states(), sys.modules.get("numpy")
+    seed_default_generators(seed)
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        set_random_states(states)
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the default generators of torch, Python and, if it is imported, numpy."""
+    numpy = sys.modules.get("numpy")
     numbers = None if numpy is None else numpy.random.get_state()
-    with restoring_default_generators():
-        seed_default_generators(seed)
-        random.seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(numbers)
+    return {"torch": _default_states(), "python": random.getstate(), "numpy": numbers}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Set states that `random_states` has returned."""
+    _set_default_states(states["torch"])
+    random.setstate(states["python"])
+    if states["numpy"] is not None:
+        sys.modules["numpy"].random.set_state(states["numpy"])
 
 
 @untraced

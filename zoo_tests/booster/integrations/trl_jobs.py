@@ -69,7 +69,7 @@ class Job:
     """One training script.
 
     Attributes:
-        kind: "sft", "dpo", "reward", "kto", "orpo", "cpo" or "tpo".
+        kind: "sft", "dpo", "reward", "kto", "orpo", "cpo", "tpo", "grpo" or "rloo".
         arguments: of the trainer's configuration; batch sizes are those of all replicas together.
         data: kind of texts: "prompts", "chats", or "texts".
         family: architecture of the model.
@@ -95,6 +95,19 @@ class Job:
     dtype: str = "float32"
 
 
+GENERATING = ("grpo", "rloo")
+
+
+def of_letters(completions: list[str], **further: Any) -> list[float]:
+    """A reward that differs for nearly all completions."""
+    return [sum(map(ord, text)) % 17 / 7 for text in completions]
+
+
+def of_length(completion_ids: list[list[int]], log_metric: Any = None, **further: Any) -> list[float | None]:
+    """A reward of some completions alone."""
+    return [None if len(ids) % 4 == 0 else len(ids) / 10 for ids in completion_ids]
+
+
 def ranks_of(layout: str) -> int:
     return 2 * (len(layout) // 3)
 
@@ -108,6 +121,8 @@ def model_of(job: Job, seed: int = 3) -> PreTrainedModel:
     special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     if job.kind == "reward":
         special["num_labels"] = 1
+    if job.kind in GENERATING:
+        special["eos_token_id"] = list(range(1, 40))  # so that completions end early
     config = _CONFIGS[job.family](**{**_SIZES, **special, **job.sizes})
     kind = AutoModelForSequenceClassification if job.kind == "reward" else AutoModelForCausalLM
     return kind.from_config(config).to(getattr(torch, job.dtype))
@@ -145,6 +160,8 @@ def rows_of(job: Job, count: int, seed: int = 0) -> list[dict[str, Any]]:
             user, assistant = {"role": "user", "content": prompt}, {"role": "assistant", "content": good}
             again = [user, assistant] if index % 3 == 0 else []
             rows.append({"messages": [*again, user, assistant]})
+        elif job.kind in GENERATING:
+            rows.append({"prompt": prompt})
         elif job.kind == "sft":
             rows.append({"prompt": prompt, "completion": good})
         elif job.kind == "kto":
@@ -185,6 +202,13 @@ def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
         options["peft_config"] = get_peft_config({"peft_type": "LORA", **job.adapters})
     if job.kind in ("dpo", "kto") and job.reference == "model":
         options["ref_model"] = model_of(job, seed=4)
+    if job.kind in GENERATING:
+        options |= {"reward_funcs": [of_letters, of_length]}
+        # TRL loads the reference from where the model says that it comes from; the plain run comes first.
+        reference = Path(folder).parent / "reference"
+        if layout is None and not reference.exists():
+            model_of(job, seed=4).save_pretrained(reference)
+        model.config._name_or_path = str(reference)
     args = config(folder, **_arguments(job, replicas=2 if "dp2" in (layout or "") else 1))
     if layout is None:
         return base(args=args, **options)
@@ -203,6 +227,7 @@ def _arguments(job: Job, replicas: int) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
+        **({"num_generations": 4, "max_completion_length": 9} if job.kind in GENERATING else {}),
         **job.arguments,
     }
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "precompute_ref_batch_size"):
@@ -240,7 +265,7 @@ def as_a_new_process() -> None:
 
 # ----- comparison -----
 
-_OF_TIME = ("runtime", "per_second", "total_flos", "model_preparation_time")
+_OF_TIME = ("runtime", "step_time", "per_second", "total_flos", "model_preparation_time")
 
 
 def differences(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> dict[str, float]:
@@ -260,7 +285,7 @@ def differences(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
 
 
 def _kept(entry: dict[str, Any]) -> list[str]:
-    return [name for name in entry if not name.endswith(_OF_TIME)]
+    return [name for name, value in entry.items() if value is not None and not name.endswith(_OF_TIME)]
 
 
 def logits_of(model: Any, ids: list[list[int]]) -> Tensor:

@@ -34,8 +34,8 @@ _STREAM = "stream_"
 _PYTHON_VERSION = 3  # version number in the tuple of random.getstate
 
 
-def random_tensors(model: HybridParallelModel | None) -> dict[str, GlobalTensor]:
-    """Return the current random states of this rank."""
+def random_tensors(model: HybridParallelModel | None, mesh: HybridMesh) -> dict[str, GlobalTensor]:
+    """Return the current random states of this rank, and once those of its replica."""
     states = {"torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["torch_cuda"] = torch.cuda.get_rng_state()
@@ -48,7 +48,16 @@ def random_tensors(model: HybridParallelModel | None) -> dict[str, GlobalTensor]
         _, words, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
         states["numpy"] = torch.tensor([*words.tolist(), position, has_gauss], dtype=torch.int64)
         states["numpy_gauss"] = torch.tensor(gauss, dtype=torch.float64)
-    return {f"{_own_prefix()}{key}": GlobalTensor.whole(value.clone()) for key, value in states.items()}
+    found = {f"{_own_prefix()}{key}": value for key, value in states.items()}
+    if is_first_of(mesh):  # what a replica draws by itself, such as tokens, goes on under another layout
+        of_replica = {key: value for key, value in states.items() if not key.startswith(_STREAM)}
+        found |= {f"{_replica_prefix(mesh)}{key}": value for key, value in of_replica.items()}
+    return {name: GlobalTensor.whole(value.clone()) for name, value in found.items()}
+
+
+def is_first_of(mesh: HybridMesh) -> bool:
+    """Return whether this is the first rank of its replica."""
+    return not any(mesh.rank(axis) for axis in AXES if axis != "dp")
 
 
 class RandomLoad:
@@ -57,11 +66,12 @@ class RandomLoad:
     Args:
         model: the boosted model.
         saved: name -> saved tensor, for all tensors of the checkpoint.
+        replica_of: the mesh, to load the states of a replica under another layout; None for those of the rank.
     """
 
-    def __init__(self, model: HybridParallelModel | None, saved: Any) -> None:
+    def __init__(self, model: HybridParallelModel | None, saved: Any, replica_of: HybridMesh | None = None) -> None:
         self.model = model
-        prefix = _own_prefix()
+        prefix = _own_prefix() if replica_of is None else _replica_prefix(replica_of)
         self._states = {
             name.removeprefix(prefix): torch.empty(tensor.shape, dtype=tensor.torch_dtype)
             for name, tensor in saved.items()
@@ -92,6 +102,10 @@ class RandomLoad:
 
 def _own_prefix() -> str:
     return f"{PREFIX}{dist.get_rank()}/"
+
+
+def _replica_prefix(mesh: HybridMesh) -> str:
+    return f"{PREFIX}replica_{mesh.rank('dp')}/"
 
 
 def _optional(number: float | None) -> Tensor:
@@ -133,7 +147,7 @@ def take_snapshot(
     model, optimizer = objects.get("model"), objects.get("optimizer")
     if optimizer is not None:
         optimizer.refuse_accumulated()
-    tensors = random_tensors(model)
+    tensors = random_tensors(model, mesh)
     if model is not None:
         tensors |= model_tensors(model, mesh, elsewhere)
     if optimizer is not None:
@@ -163,7 +177,9 @@ def restore(
     group: dist.ProcessGroup,
     with_random: bool = True,
 ) -> None:
-    """Replace the current state by that of a checkpoint; random states only if the layout is the same.
+    """Replace the current state by that of a checkpoint.
+
+    The random states of a rank are restored if the layout is the same, and those of its replica if there are as many.
 
     Nothing is changed until everything is known to fit. An I/O error while tensors are read leaves a mix of both
     states.
@@ -186,7 +202,9 @@ def restore(
         if optimizer is not None:
             check_fits(optimizer, manifest.state["optimizer"])
             loads.append(OptimizerLoad(optimizer, manifest))
-        return loads + ([RandomLoad(model, manifest.tensors)] if with_random and same_layout else [])
+        if with_random and (same_layout or manifest.state["layout"].get("dp") == mesh.size("dp")):
+            loads.append(RandomLoad(model, manifest.tensors, None if same_layout else mesh))
+        return loads
 
     def read() -> None:
         if model is not None:
