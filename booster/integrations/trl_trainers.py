@@ -27,7 +27,7 @@ from shardformer.attention import log_once
 
 _OLDEST = "1.16"
 _TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer")
-_GENERATING = ("GRPOTrainer", "RLOOTrainer")
+_GENERATING = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer", "GKDTrainer")
 _OF_ONE_REPLICA = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")
 # Losses of DPO that are no mean over pairs.
 _OF_A_BATCH = {

@@ -27,6 +27,8 @@ JOBS = {
     "grpo synced": Job("grpo", {"beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 2}),
     "grpo sequences": Job("grpo", {"importance_sampling_level": "sequence", **_REUSED}),
     "rloo": Job("rloo", {"beta": 0.05, "steps_per_generation": 2}),
+    "gmpo": Job("gmpo", {"beta": 0.04}),
+    "gkd": Job("gkd", {"lmbda": 0.6, "max_new_tokens": 7}, data="chats"),
 }
 SAMPLE = {"grpo": "tp2pp2", "grpo lora": "pp2", "rloo": "tp2"}
 _OF_REPLICAS = {"grpo": "dp2", "grpo without reference": "pp2dp2", "rloo": "dp2"}

@@ -69,7 +69,7 @@ class Job:
     """One training script.
 
     Attributes:
-        kind: "sft", "dpo", "reward", "kto", "orpo", "cpo", "tpo", "grpo" or "rloo".
+        kind: "sft", "dpo", "reward", "kto", "orpo", "cpo", "tpo", "grpo", "gmpo", "rloo" or "gkd".
         arguments: of the trainer's configuration; batch sizes are those of all replicas together.
         data: kind of texts: "prompts", "chats", or "texts".
         family: architecture of the model.
@@ -95,7 +95,7 @@ class Job:
     dtype: str = "float32"
 
 
-GENERATING = ("grpo", "rloo")
+GENERATING = ("grpo", "rloo", "gmpo")
 
 
 def of_letters(completions: list[str], **further: Any) -> list[float]:
@@ -121,7 +121,7 @@ def model_of(job: Job, seed: int = 3) -> PreTrainedModel:
     special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     if job.kind == "reward":
         special["num_labels"] = 1
-    if job.kind in GENERATING:
+    if job.kind in (*GENERATING, "gkd"):
         special["eos_token_id"] = list(range(1, 40))  # so that completions end early
     config = _CONFIGS[job.family](**{**_SIZES, **special, **job.sizes})
     kind = AutoModelForSequenceClassification if job.kind == "reward" else AutoModelForCausalLM
@@ -179,7 +179,7 @@ def rows_of(job: Job, count: int, seed: int = 0) -> list[dict[str, Any]]:
 def classes_of(kind: str) -> tuple[Any, Any]:
     """TRL's trainer and its configuration."""
     name = {"reward": "Reward"}.get(kind, kind.upper())
-    place = f"trl.experimental.{kind}" if kind in ("orpo", "cpo", "tpo") else "trl"
+    place = f"trl.experimental.{kind}" if kind in ("orpo", "cpo", "tpo", "gkd", "gmpo") else "trl"
     module = importlib.import_module(place)
     return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
 
@@ -204,6 +204,8 @@ def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
         options["peft_config"] = get_peft_config({"peft_type": "LORA", **job.adapters})
     if job.kind in ("dpo", "kto") and job.reference == "model":
         options["ref_model"] = model_of(job, seed=4)
+    if job.kind == "gkd":
+        options["teacher_model"] = model_of(job, seed=4)
     if job.kind in GENERATING:
         options |= {"reward_funcs": [of_letters, of_length]}
         # TRL loads the reference from where the model says that it comes from; the plain run comes first.
