@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
@@ -62,7 +63,7 @@ def check_trainer_class(names: list[str]) -> None:
     known = (*_TRAINERS, *_GENERATING, *_OF_ONE_REPLICA)
     if names[0] not in known:
         raise ConfigurationError(
-            f"boosted() got TRL's {names[0]}, whose generation or means over processes hold under no layout; use "
+            f"boosted() got TRL's {names[0]}, which generates, or takes means over processes, as no layout does; use "
             f"{', '.join(known[:-1])} or {known[-1]}, or run {names[0]} without boosted()"
         )
 
@@ -153,6 +154,13 @@ def check_options_of_model(trainer: Any) -> None:
         ConfigurationError: the option, the reason, and what to use.
     """
     plugin = trainer.plugin
+    own = [name for name in ("tools", "environment_factories", "rollout_func") if getattr(trainer, name, None)]
+    ranks = dist.get_world_size() // plugin.dp_size
+    if own and ranks > 1:
+        raise ConfigurationError(
+            f"{own[0]} of a {type(trainer).__name__} would run on each of the {ranks} ranks of a replica, with answers "
+            "of its own; use replicas alone (dp_size), or reward_funcs"
+        )
     spread = _what_spreads_tokens(plugin)
     if getattr(trainer, "aux_loss_enabled", False) and spread:
         raise ConfigurationError(

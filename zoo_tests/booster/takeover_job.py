@@ -67,24 +67,45 @@ def with_subclass():
     return with_trainer(Scaled, scale=2.0)
 
 
-def with_sft():
-    from datasets import Dataset
+def words_and_llama():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
 
     words = {f"w{number}": number for number in range(40)}
     inner = Tokenizer(models.WordLevel(words, unk_token="w1"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", eos_token="w2", unk_token="w1")
     set_seed(3)
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=40, pad_token_id=0, **_SIZES)).double()
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=40, pad_token_id=0, eos_token_id=2, **_SIZES)).double()
     texts = [" ".join(f"w{(3 * row + at) % 37 + 3}" for at in range(5 + row % 4)) for row in range(14)]
+    return tokenizer, llama, texts
+
+
+def with_sft():
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer, llama, texts = words_and_llama()
     args = arguments(SFTConfig, bf16=False, gradient_checkpointing=False)
     data = Dataset.from_dict({"text": texts})
     trainer = SFTTrainer(model=llama, args=args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def with_grpo():
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completion_ids, **further):
+        return [sum(ids) % 11 / 5 for ids in completion_ids]
+
+    tokenizer, llama, texts = words_and_llama()
+    args = arguments(GRPOConfig, bf16=False, num_generations=2, generation_batch_size=8, max_completion_length=6)
+    data = Dataset.from_dict({"prompt": texts})
+    trainer = GRPOTrainer(llama, reward, args=args, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    return [entry[name] for entry in trainer.state.log_history if "loss" in entry for name in ("loss", "grad_norm")]
 
 
 def with_accelerate():

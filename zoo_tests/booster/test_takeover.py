@@ -159,7 +159,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return Plain()
 
 
-_LIBRARIES = ("with_trainer", "with_subclass", "with_sft", "with_accelerate", "with_lightning", "with_fabric")
+_LIBRARIES = (
+    "with_trainer",
+    "with_subclass",
+    "with_sft",
+    "with_grpo",
+    "with_accelerate",
+    "with_lightning",
+    "with_fabric",
+)
 
 
 @pytest.mark.slow

@@ -23,7 +23,15 @@ from booster.errors import ConfigurationError
 from booster.integrations.transformers import boosted
 from booster.integrations.trl_trainers import check_callbacks, check_trainer_class
 from plugins.hybrid_parallel import HybridParallelPlugin
-from zoo_tests.booster.integrations.trl_jobs import Job, as_a_new_process, classes_of, model_of, rows_of, tokenizer
+from zoo_tests.booster.integrations.trl_jobs import (
+    Job,
+    as_a_new_process,
+    classes_of,
+    model_of,
+    of_letters,
+    rows_of,
+    tokenizer,
+)
 from zoo_tests.docs.pages import REPOSITORY
 from zoo_tests.docs.pages import rows_of as table_of
 from zoo_tests.harness.ranks import run_on_ranks
@@ -103,6 +111,34 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
         "ORPOTrainer adds means over the tokens and over the pairs of a batch, which dp_size=2 shares out; use "
         "dp_size=1, as with tp_size or pp_size for all ranks",
     ),
+    "vllm": (
+        Job("grpo"),
+        {"use_vllm": True},
+        {"tp_size": 2},
+        "GRPOConfig(use_vllm=True) reads parameters by their names, of which a rank has shards; leave it out: the "
+        "boosted model generates itself",
+    ),
+    "groups that do not divide": (
+        Job("grpo"),
+        {"per_device_train_batch_size": 3, "num_generations": 2},
+        {"tp_size": 2},
+        "GRPOConfig(num_generations=2) does not divide the 3 completions of a generation: per_device_train_batch_size="
+        "3, times steps_per_generation=1, times 1 replicas; use a divisor, or a larger batch",
+    ),
+    "generation, means over tokens": (
+        Job("grpo"),
+        {"loss_type": "bnpo"},
+        {},
+        "GRPOConfig(loss_type='bnpo') is a mean over the tokens of a batch, which dp_size=2 shares out; use dp_size=1, "
+        "or another loss",
+    ),
+    "entropy bonus": (
+        Job("grpo"),
+        {"entropy_coef": 0.1},
+        {},
+        "the entropy bonus of GRPOConfig is a mean over the tokens of a batch, which dp_size=2 shares out; use "
+        "dp_size=1, or entropy_coef=0.0",
+    ),
     "no plugin": (
         Job("sft"),
         {},
@@ -112,7 +148,8 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
 }
 _INSTEAD = (
     "which generates, or takes means over processes, as no layout does; use SFTTrainer, DPOTrainer, RewardTrainer, "
-    "KTOTrainer, CPOTrainer, ORPOTrainer or TPOTrainer, or run {name} without boosted()"
+    "KTOTrainer, GRPOTrainer, RLOOTrainer, GMPOTrainer, GKDTrainer, "
+    "CPOTrainer, ORPOTrainer or TPOTrainer, or run {name} without boosted()"
 )
 
 
@@ -127,6 +164,8 @@ def _make(job: Job, given: dict[str, Any], layout: dict[str, Any], folder: str) 
     plugin = layout["plugin"] if "plugin" in layout else HybridParallelPlugin(**layout)
     args = config(folder, bf16=False, use_cpu=True, report_to="none", **given)
     data = Dataset.from_list(rows_of(job, 8))
+    if job.kind == "grpo":
+        options["reward_funcs"] = of_letters
     boosted(trainer)(args=args, train_dataset=data, plugin=plugin, **options)
 
 
