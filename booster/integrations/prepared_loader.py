@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any
 
+import torch
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -40,7 +41,11 @@ class PreparedLoader:
     Attributes:
         end_of_dataloader: whether the batch at hand is the last of the epoch.
         remainder: samples of a short last global batch; 0 if it is full, -1 if that is unknown.
+        draws_as_plain: whether each iteration draws a number from torch's generator, as plain loaders do, also after a
+            script has drawn from it, as where it samples tokens.
     """
+
+    draws_as_plain = False
 
     def __init__(self, loader: Any, gradient_state: GradientState) -> None:
         self.loader, self.gradient_state = loader, gradient_state
@@ -90,13 +95,20 @@ class PreparedLoader:
         except TypeError:
             yield from self._one_ahead()
             return
-        for batch in self.loader:
+        for batch in self._begun():
             self.end_of_dataloader = self.loader.position in (0, length)
             yield batch
 
+    def _begun(self) -> Iterator[Any]:
+        before = torch.get_rng_state()
+        batches = iter(self.loader)
+        if self.draws_as_plain and torch.equal(before, torch.get_rng_state()):
+            torch.empty((), dtype=torch.int64).random_()  # torch's seed of workers
+        return batches
+
     def _one_ahead(self) -> Iterator[Any]:
         """Read a batch ahead of a dataset without length, to know the last one."""
-        batches, end = iter(self.loader), object()
+        batches, end = self._begun(), object()
         batch = next(batches, end)
         while batch is not end:
             following = next(batches, end)

@@ -87,6 +87,7 @@ class TrainerAccelerator(Accelerator):
     """accelerate's Accelerator under a layout, as a Trainer needs it."""
 
     loss_in_progress: LossInProgress | None = None
+    draws_as_plain = False  # of its loaders
 
     @property
     def num_processes(self) -> int:
@@ -132,6 +133,7 @@ class TrainerAccelerator(Accelerator):
         if isinstance(data_loader, DataLoader) and isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= self.replicas.size  # Trainer gave it that of one replica
         loader = super().prepare_data_loader(data_loader, *args, **kwargs)
+        loader.draws_as_plain = self.draws_as_plain
         # Trainer saves the training loader itself, and prepares one for each evaluation, which is let go after it.
         self._dataloaders.clear()
         return loader

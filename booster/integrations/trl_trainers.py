@@ -257,6 +257,7 @@ class BoostedTRLTrainer:
         self._num_stored = 0
         with self._of_replicas():
             super().__init__(*args, plugin=plugin, **kwargs)
+        self.accelerator.draws_as_plain = hasattr(self, "generation_config")
         check_options_of_model(self)
 
     # ----- processes are replicas -----
