@@ -298,7 +298,7 @@ class BoostedTRLTrainer:
         return replicas.gather(replicas.of_first_ranks(data))
 
     def _set_seed(self, seed: int, device_specific: bool = False, **options: Any) -> None:
-        """Seed the generators, alike on all ranks of a replica: they draw the same tokens, and the same order."""
+        """Seed the generators with the same number on all ranks of a replica: they draw the same tokens."""
         from accelerate.utils import set_seed
 
         set_seed(seed + self.accelerator.process_index if device_specific else seed, **options)

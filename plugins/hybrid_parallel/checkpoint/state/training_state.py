@@ -180,13 +180,12 @@ def restore(
     """Replace the current state by that of a checkpoint.
 
     The random states of a rank are restored if the layout is the same, and those of its replica if there are as many.
-
     Nothing is changed until everything is known to fit. An I/O error while tensors are read leaves a mix of both
     states.
 
     Args:
         objects: objects to restore, by kind.
-        fill: reads tensors of the saved state into memory of this rank; all ranks call it equally often.
+        fill: reads saved tensors into memory of this rank; all ranks call it equally often.
         manifest: of the saved state.
         group: group of all ranks; an error on one is raised on all.
         with_random: whether to restore random states at all.
@@ -195,16 +194,14 @@ def restore(
         ConfigurationError: the checkpoint was saved from different objects.
     """
     model, optimizer = objects.get("model"), objects.get("optimizer")
-    same_layout = manifest.state["layout"] == {axis: mesh.size(axis) for axis in AXES}
+    saved, same_layout = manifest.state["layout"], manifest.state["layout"] == {axis: mesh.size(axis) for axis in AXES}
 
     def prepare() -> list[Any]:
-        loads: list[Any] = []
         if optimizer is not None:
             check_fits(optimizer, manifest.state["optimizer"])
-            loads.append(OptimizerLoad(optimizer, manifest))
-        if with_random and (same_layout or manifest.state["layout"].get("dp") == mesh.size("dp")):
-            loads.append(RandomLoad(model, manifest.tensors, None if same_layout else mesh))
-        return loads
+        loads: list[Any] = [] if optimizer is None else [OptimizerLoad(optimizer, manifest)]
+        known = with_random and (same_layout or saved.get("dp") == mesh.size("dp"))
+        return loads + ([RandomLoad(model, manifest.tensors, None if same_layout else mesh)] if known else [])
 
     def read() -> None:
         if model is not None:
