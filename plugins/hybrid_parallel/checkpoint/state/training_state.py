@@ -193,7 +193,7 @@ def restore(
     Raises:
         ConfigurationError: the checkpoint was saved from different objects.
     """
-    model, optimizer = objects.get("model"), objects.get("optimizer")
+    model, optimizer = map(objects.get, ("model", "optimizer"))
     saved, same_layout = manifest.state["layout"], manifest.state["layout"] == {axis: mesh.size(axis) for axis in AXES}
 
     def prepare() -> list[Any]:
@@ -224,9 +224,8 @@ def restore(
     raise_on_all_ranks(read, group)
     if optimizer is not None:
         optimizer.publish_masters()
+        optimizer.num_steps = manifest.state["step"] or 0
     if model is not None and manifest.state["step"]:
         model.checked_full_batch = True  # the next batch may be the short last one of an epoch
     if with_random and not same_layout and model is not None and model.stream is not None:
         model.stream.restart(manifest.state["step"] or 0)
-    if optimizer is not None:
-        optimizer.num_steps = manifest.state["step"] or 0
