@@ -192,6 +192,12 @@ class HybridParallelPlugin(Plugin):
         return self.grid.rank("pp")
 
     @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank runs the last stage of its pipeline, where criteria read outputs."""
+        last = self.config.chunks_per_rank * self.pp_size - 1
+        return self.stage_index == self.config.schedule.rank_of(last, self.pp_size)
+
+    @property
     def precision(self) -> str:
         """Dtype of parameters and activations, as the option says: "fp32", "bf16", "fp16" or "fp8"."""
         return self.config.mixed_precision.precision
