@@ -377,7 +377,9 @@ class HybridBoosterEngineWithValueHead(HybridBoosterEngine):
         """Return the plain model with a head of one value for each token."""
         from transformers import AutoModelForTokenClassification
 
-        self.model_config.hf_config.num_labels = 1
+        config = self.model_config.hf_config
+        # Values are compared with those that the same weights gave before: dropout would change them.
+        config.num_labels, config.classifier_dropout = 1, 0.0
         return self._loaded(AutoModelForTokenClassification)
 
     def model_outputs(self, logits: Tensor, micro_batch: TensorDict) -> dict[str, Tensor]:

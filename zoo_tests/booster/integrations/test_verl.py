@@ -20,6 +20,7 @@ from zoo_tests.harness.ranks import run_on_ranks
 pytest.importorskip("verl", reason="verl is not installed")
 pytestmark = pytest.mark.slow
 
+TOLERANCE = 1e-7  # Qwen3's norms round to fp32
 PROMPTS, RESPONSES = (3, 5, 1, 4, 2, 6), (4, 2, 7, 1, 5, 3)
 TEMPERATURE, ENTROPY, CLIP, NORM = 0.7, 0.05, (0.1, 0.3, 3.0), 0.3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ def tiny(kind: str) -> Any:
     torch.manual_seed(3)
     kinds = AutoModelForTokenClassification if kind == "values" else AutoModelForCausalLM
     if kind == "values":
-        config.num_labels = 1
+        config.num_labels, config.classifier_dropout = 1, 0.0
     model = kinds.from_config(config).double()
     with torch.no_grad():
         for param in model.parameters():
@@ -257,15 +258,17 @@ def check_same(results: list[dict[str, Any]], plain: dict[str, Any]) -> None:
         assert each["metrics"]
         for name, expected in plain["inferred"].items():
             for row, found in zip(each["rows"], each["inferred"][name], strict=True):
-                torch.testing.assert_close(found[: len(expected[row])], expected[row], rtol=0, atol=1e-9)
-    assert sum(each["loss"] for each in speakers) / len(speakers) == pytest.approx(plain["loss"], abs=1e-10)
+                torch.testing.assert_close(found[: len(expected[row])], expected[row], rtol=0, atol=TOLERANCE)
+    assert sum(each["loss"] for each in speakers) / len(speakers) == pytest.approx(plain["loss"], abs=TOLERANCE)
     gradients: dict[str, Tensor] = {}
     for each in results:
         gradients |= each["gradients"]
-        assert each["norm"] == pytest.approx(plain["norm"], rel=1e-9)
-    assert gradients.keys() == plain["gradients"].keys()
-    for name, expected in plain["gradients"].items():
-        torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-9, msg=name)
+        assert each["norm"] == pytest.approx(plain["norm"], rel=TOLERANCE)
+    tied = plain["model"].all_tied_weights_keys  # the last stage has a copy
+    assert {tied.get(name, name) for name in gradients} == plain["gradients"].keys()
+    for name, found in gradients.items():
+        expected = plain["gradients"][tied.get(name, name)]
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * plain["norm"], msg=name)
     for each in results:
         check_weights(each["weights"], plain["model"])
         check_pieces(results)
@@ -278,9 +281,11 @@ def check_weights(weights: dict[str, Tensor], model: Any) -> None:
     assert set(missing) <= set(loaded.all_tied_weights_keys)
     ids = sequences()[2]["input_ids"][None]
     with torch.no_grad():
-        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+        torch.testing.assert_close(
+            loaded.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=0, atol=1e-5
+        )
     for name, each in model.state_dict().items():
-        torch.testing.assert_close(loaded.state_dict()[name], each, rtol=0, atol=1e-8, msg=name)
+        torch.testing.assert_close(loaded.state_dict()[name], each, rtol=0, atol=1e-5, msg=name)
 
 
 def check_pieces(results: list[dict[str, Any]]) -> None:
