@@ -96,7 +96,10 @@ class HybridBoosterEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Load the model, and boost it with its optimizer and scheduler."""
-        module = self.build_module()
+        # What no file has, as the head of a critic, is drawn: the same on all ranks.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.engine_config.seed)
+            module = self.build_module()
         if self.engine_config.forward_only:
             self.module, self.optimizer, self.lr_scheduler = self.booster.boost(module), None, None
             return
