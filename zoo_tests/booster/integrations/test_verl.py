@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, TaskType, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor
@@ -37,6 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2pp2": {"tp_size": 2, "pp_size": 2},
     "pp2ep2": {"pp_size": 2, "ep_size": 2},
 }
+IN_PIECES = {"tp2", "dp2", "pp2", "pp2ep2"}  # of which a rank has one of each weight
 RANKS = {"plain": 1, "tp2pp2": 4, "pp2ep2": 4}
 
 
@@ -110,41 +112,69 @@ def batch_of(rows: list[dict[str, Tensor]], prompts: tuple[int, ...], **settings
     return tensordict_utils.get_tensordict(data, settings)
 
 
-def engine_of(folder: str, layout: str, kind: str, **more: Any) -> Any:
-    """Return an initialised engine from verl's registry."""
+def worker_config(folder: str, layout: str, kind: str, **more: Any) -> Any:
+    """Return what verl's worker is made of."""
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 
     from booster.integrations.verl import HybridBoosterEngineConfig
 
+    lora = {"lora_rank": 3, "lora_adapter_path": f"{folder}/adapter", "lora": {"merge": True}}
+    return TrainingWorkerConfig(
+        model_type="value_model" if kind == "values" else "language_model",
+        model_config=HFModelConfig(
+            path=folder,
+            load_tokenizer=False,
+            override_config={"attn_implementation": "sdpa", "_experts_implementation": "eager"},
+            enable_gradient_checkpointing=kind == "qwen3",
+            **(lora if kind == "lora" else {}),
+        ),
+        engine_config=HybridBoosterEngineConfig(**LAYOUTS[layout], dtype="float32", model_dtype="fp64", **more),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=NORM, total_training_steps=4),
+        checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
+    )
+
+
+def engine_of(folder: str, layout: str, kind: str) -> Any:
+    """Return an initialised engine from verl's registry."""
+    from verl.workers.engine.base import EngineRegistry
+
+    config = worker_config(folder, layout, kind)
     with mock.patch.dict(os.environ, VERL_ENGINE_DEVICE="cpu"):
         engine = EngineRegistry.new(
-            "value_model" if kind == "values" else "language_model",
+            config.model_type,
             "hybrid_booster",
-            model_config=HFModelConfig(
-                path=folder,
-                load_tokenizer=False,
-                override_config={"attn_implementation": "sdpa", "_experts_implementation": "eager"},
-                enable_gradient_checkpointing=kind == "qwen3",
-                **(
-                    {"lora_rank": 3, "lora_adapter_path": f"{folder}/adapter", "lora": {"merge": True}}
-                    if kind == "lora"
-                    else {}
-                ),
-            ),
-            engine_config=HybridBoosterEngineConfig(**LAYOUTS[layout], dtype="float32", model_dtype="fp64", **more),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=NORM, total_training_steps=4),
-            checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
+            model_config=config.model_config,
+            engine_config=config.engine_config,
+            optimizer_config=config.optimizer_config,
+            checkpoint_config=config.checkpoint_config,
         )
     engine.initialize()
     return engine
 
 
+def policy_loss() -> Any:
+    """Return verl's own loss of a policy."""
+    from verl.workers.config import ActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    low, high, dual = CLIP
+    config = ActorConfig(
+        strategy="hybrid_booster",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=dual,
+        entropy_coeff=ENTROPY,
+    )
+    return partial(ppo_loss, config)
+
+
 def updated(folder: str, layout: str, kind: str, packs: bool = True, resume: str | None = None) -> dict[str, Any]:
     """Infer, train a step through verl's loss and save, on one rank; or go on from what another layout saved."""
-    from verl.workers.config import ActorConfig, CriticConfig
-    from verl.workers.utils.losses import ppo_loss, value_loss
+    from verl.workers.config import CriticConfig
+    from verl.workers.utils.losses import value_loss
 
     engine = engine_of(folder, layout, kind)
     own = slice(engine.get_data_parallel_rank(), None, engine.get_data_parallel_size())
@@ -160,26 +190,17 @@ def updated(folder: str, layout: str, kind: str, packs: bool = True, resume: str
         micro_batch_size_per_gpu=1,
         use_remove_padding=packs,
     )
+    loss = policy_loss()
     if kind == "values":
         config = CriticConfig(strategy="hybrid_booster", ppo_micro_batch_size_per_gpu=1, cliprange_value=0.5)
         loss = partial(value_loss, config)
-    else:
-        low, high, dual = CLIP
-        config = ActorConfig(
-            strategy="hybrid_booster",
-            rollout_n=1,
-            ppo_micro_batch_size_per_gpu=1,
-            clip_ratio_low=low,
-            clip_ratio_high=high,
-            clip_ratio_c=dual,
-            entropy_coeff=ENTROPY,
-        )
-        loss = partial(ppo_loss, config)
     with mock.patch("verl.utils.seqlen_balancing.get_device_name", return_value="cpu"):
         if resume is not None:
             engine.load_checkpoint(resume)
         with engine.eval_mode():
             inferred = engine.infer_batch(data)["model_output"]
+        before = {name: each.bfloat16() for name, each in engine.get_per_tensor_param()[0]}
+        engine.prime_delta_snapshots()
         with engine.train_mode():
             engine.optimizer_zero_grad()
             outputs = engine.forward_backward_batch(data, loss)
@@ -201,11 +222,18 @@ def updated(folder: str, layout: str, kind: str, packs: bool = True, resume: str
         "rate": rate,
         "weights": weights,
         "saved": saved,
+        "before": before,
+        "changes": [
+            (slots[0][0], places, values)
+            for slots, _, _, places, values, _ in engine.get_per_tensor_param_delta_shard()[0]
+        ]
+        if layout in IN_PIECES
+        else [],
         "pieces": [
             (name, values, spec.place, spec.contributes, spec.full_shape)
             for name, values, spec in engine.get_per_tensor_param_shard()[0]
         ]
-        if layout in {"tp2", "dp2", "pp2", "pp2ep2"}
+        if layout in IN_PIECES
         else [],
     }
 
@@ -328,6 +356,12 @@ def check_pieces(results: list[dict[str, Any]]) -> None:
                 seen[where] += 1
         assert bool((seen == 1).all()), name
         assert torch.equal(found, whole), name
+    changed = results[0]["before"]
+    for each in results:
+        for name, places, values in each["changes"]:
+            changed[name].view(-1)[places] = values
+    for name in names[0]:
+        assert torch.equal(changed[name], results[0]["weights"][name].bfloat16()), name
 
 
 @pytest.mark.parametrize(
@@ -360,3 +394,44 @@ def test_another_layout_goes_on(folder: str, kind: str, layout: str, other: str)
     results = run_on_ranks(2, updated, folder, other, kind, resume=saved)
     check_same(results, plain_update(kind, steps=2), Path(folder) / "streamed", 1e-5)
     assert type(AutoModelForCausalLM.from_pretrained(f"{saved}/huggingface")).__name__ == "Qwen3ForCausalLM"
+
+
+def worked(folder: str, layout: str) -> dict[str, list[float]] | None:
+    """Train two epochs in verl's own worker, as far as that runs without a GPU; return its metrics."""
+    from verl.utils import tensordict_utils
+    from verl.workers import engine_workers
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "VERL_ENGINE_DEVICE": "cpu"}
+    config = worker_config(folder, layout, "qwen3", use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    with (
+        mock.patch.dict(os.environ, place),
+        mock.patch.object(engine_workers, "get_device_name", return_value="cpu"),
+        mock.patch.object(engine_workers, "get_torch_device"),
+    ):
+        worker = engine_workers.TrainingWorker(config)
+        worker.reset()
+        worker.set_loss_fn(policy_loss())
+        worker.flops_counter = None  # it asks the GPU for its name
+        own = slice(worker.engine.get_data_parallel_rank(), None, worker.engine.get_data_parallel_size())
+        data = batch_of(sequences()[own], PROMPTS[own], temperature=TEMPERATURE, global_batch_size=len(PROMPTS))
+        tensordict_utils.assign_non_tensor(data, mini_batch_size=len(PROMPTS), epochs=2)
+        output = worker.train_mini_batch(data)
+    if output is None:
+        return None
+    metrics = tensordict_utils.get(output, "metrics")
+    return {name: list(map(float, each)) for name, each in metrics.items() if not name.startswith("perf/")}
+
+
+@pytest.mark.parametrize("kind", ["qwen3"])
+def test_verls_worker_trains(folder: str, kind: str) -> None:
+    """Metrics of verl's worker are those of one process, and come from the rank that has them."""
+    (plain,) = run_on_ranks(1, worked, folder, "plain")
+    assert len(plain["grad_norm"]) == 2 and plain["lr"] == [0.01]
+    for layout, speakers in {"pp2": 1, "tp2": 1, "dp2": 2}.items():
+        found = [each for each in run_on_ranks(2, worked, folder, layout) if each is not None]
+        assert len(found) == speakers
+        for each in found:
+            for name in plain:
+                assert each[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-6), name
