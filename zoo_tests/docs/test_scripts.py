@@ -67,8 +67,9 @@ def _forget_job() -> None:
 @pytest.mark.parametrize("script", IN_POOL, ids=lambda script: script.name)
 @pytest.mark.slow
 def test_script_runs(script: Script, tmp_path: Path) -> None:
-    if "bitsandbytes" in script.source.lower():
-        pytest.importorskip("bitsandbytes")
+    for mark, name in {"bitsandbytes": "bitsandbytes", "from verl": "verl"}.items():
+        if mark in script.source.lower():
+            pytest.importorskip(name)
     run_on_ranks(script.num_ranks, run_here, script.source, script.name, str(tmp_path), timeout_s=_TIMEOUT_S)
 
 
