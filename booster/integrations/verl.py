@@ -7,6 +7,7 @@ micro-batch of the pipeline, so that stages work at the same time, and logits ex
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +34,7 @@ from booster.launch import launch_from_torch
 from booster.logging import get_logger
 from booster.plugin import load_plugin
 from shardformer.cross_entropy.vocab_parallel import token_scores
+from shardformer.distributed.process_groups import world_group
 
 BACKEND = "hybrid_booster"
 _DEVICES = ["cpu", "cuda"]
@@ -336,7 +338,7 @@ class HybridBoosterEngine(BaseEngine):
         With LoRA these are the weights with the adapter added where `model.lora.merge` is set, or the adapter alone.
 
         Raises:
-            ConfigurationError: if verl asks for the base model beside the adapter.
+            ConfigurationError: if verl asks for the base model as well as the adapter.
         """
         merges = bool(_lora(self.model_config).get("merge", False))
         peft_config = getattr(self.module.unwrap(), "peft_config", None)
@@ -344,7 +346,7 @@ class HybridBoosterEngine(BaseEngine):
             return self.booster.weights(self.module, merge_adapters=peft_config is not None), None
         if not kwargs.get("base_sync_done", True):
             raise ConfigurationError(
-                "rollout.load_format=dummy asks for the weights of the base model beside those of its adapter; use "
+                "rollout.load_format=dummy asks for the weights of the base model as well as the adapter; use "
                 "rollout.load_format=safetensors, or model.lora.merge=True"
             )
         return self.booster.weights(self.module), peft_config["default"].to_dict()
@@ -518,11 +520,15 @@ def _with_places(pieces: Mapping[str, Any], device: str) -> Iterator[tuple[str, 
         ConfigurationError: if a rank has several pieces of a tensor.
     """
     mine = {
-        name: (tuple(piece.shape), piece.dtype, [(tuple(part.offsets), tuple(part.sizes)) for part in piece.rectangles])
+        name: [
+            list(piece.shape),
+            str(piece.dtype),
+            [[list(part.offsets), list(part.sizes)] for part in piece.rectangles],
+        ]
         for name, piece in pieces.items()
     }
-    all_ranks: list[dict[str, tuple]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)
+    told = torch.frombuffer(bytearray(f"{json.dumps(mine)}\n".encode()), dtype=torch.uint8)
+    all_ranks = [json.loads(line) for line in _of_all_ranks(told).numpy().tobytes().splitlines()]
     for rank, each in enumerate(all_ranks):
         several = next((name for name, (_, _, parts) in each.items() if len(parts) > 1), None)
         if several is not None:
@@ -533,17 +539,26 @@ def _with_places(pieces: Mapping[str, Any], device: str) -> Iterator[tuple[str, 
     owners: dict[tuple, int] = {}
     for rank, each in enumerate(all_ranks):
         for name, (_, _, parts) in each.items():
-            owners.setdefault((name, *parts), rank)
+            owners.setdefault((name, str(parts)), rank)
     for name, (shape, dtype, _) in {name: each for rank in all_ranks for name, each in rank.items()}.items():
         parts = pieces[name].rectangles if name in pieces else []
         place: int | BlockPlacement = 0
-        values = torch.empty(0, dtype=dtype, device=device)
+        values = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
         for part in parts:
             values = part.values.reshape(-1)
-            place = BlockPlacement(tuple(part.sizes), tuple(part.offsets), shape)
-        owner = owners.get((name, *mine[name][2])) if parts else None
-        contributes = owner == dist.get_rank()
-        yield name, values, ShardSpec(shape, place=place, gather_group=dist.group.WORLD, contributes=contributes)
+            place = BlockPlacement(tuple(part.sizes), tuple(part.offsets), tuple(shape))
+        contributes = bool(parts) and owners[name, str(mine[name][2])] == dist.get_rank()
+        yield name, values, ShardSpec(tuple(shape), place=place, gather_group=world_group(), contributes=contributes)
+
+
+def _of_all_ranks(bytes_of_rank: Tensor) -> Tensor:
+    """Return the bytes of all ranks, in rank order, in host memory."""
+    lengths = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor(len(bytes_of_rank)), group=world_group())
+    padded = F.pad(bytes_of_rank, (0, int(max(lengths)) - len(bytes_of_rank)))
+    found = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(found, padded, group=world_group())
+    return torch.cat([each[: int(length)] for each, length in zip(found, lengths, strict=True)])
 
 
 def _lora(model_config: Any) -> Mapping[str, Any]:

@@ -52,8 +52,8 @@ MAY_PATCH = (
     "shardformer/policies/proposed/execution.py",  # for a pass of a tiny model: models also call `forward` themselves
     "shardformer/utils/untraced.py",
 )
-# Imported if it is there: apex has no package on the index, xformers is asked for by name, verl, which needs tensordict,
-# asks for a transformers that is too old here, and Lightning and transformers need the others.
+# Imported if it is there: apex has no package on the index, xformers is asked for by name, verl, which needs
+# tensordict, asks for a transformers that is too old here, and Lightning and transformers need the others.
 BROUGHT_BY_OTHERS = {"apex", "fused_layer_norm_cuda", "xformers", "verl", "tensordict", "torchmetrics", "tqdm"}
 MAX_FILE = 600
 MIN_FILE = 75  # lines of a file that one other of its folder imports

@@ -171,12 +171,11 @@ def policy_loss() -> Any:
     return partial(ppo_loss, config)
 
 
-def updated(folder: str, layout: str, kind: str, packs: bool = True, resume: str | None = None) -> dict[str, Any]:
-    """Infer, train a step through verl's loss and save, on one rank; or go on from what another layout saved."""
+def job_of(engine: Any, kind: str, packs: bool) -> tuple[slice, Any, Any]:
+    """Return which sequences this replica has, its batch, and verl's loss."""
     from verl.workers.config import CriticConfig
     from verl.workers.utils.losses import value_loss
 
-    engine = engine_of(folder, layout, kind)
     own = slice(engine.get_data_parallel_rank(), None, engine.get_data_parallel_size())
     data = batch_of(
         sequences()[own],
@@ -194,6 +193,13 @@ def updated(folder: str, layout: str, kind: str, packs: bool = True, resume: str
     if kind == "values":
         config = CriticConfig(strategy="hybrid_booster", ppo_micro_batch_size_per_gpu=1, cliprange_value=0.5)
         loss = partial(value_loss, config)
+    return own, data, loss
+
+
+def updated(folder: str, layout: str, kind: str, packs: bool = True, resume: str | None = None) -> dict[str, Any]:
+    """Infer, train a step through verl's loss and save, on one rank; or go on from what another layout saved."""
+    engine = engine_of(folder, layout, kind)
+    own, data, loss = job_of(engine, kind, packs)
     with mock.patch("verl.utils.seqlen_balancing.get_device_name", return_value="cpu"):
         if resume is not None:
             engine.load_checkpoint(resume)
