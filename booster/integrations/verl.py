@@ -34,6 +34,7 @@ from booster.launch import launch_from_torch
 from booster.logging import get_logger
 from booster.plugin import load_plugin
 from shardformer.cross_entropy.vocab_parallel import token_scores
+from shardformer.distributed.collectives import gather_rows
 from shardformer.distributed.process_groups import world_group
 
 BACKEND = "hybrid_booster"
@@ -528,7 +529,7 @@ def _with_places(pieces: Mapping[str, Any], device: str) -> Iterator[tuple[str, 
         for name, piece in pieces.items()
     }
     told = torch.frombuffer(bytearray(f"{json.dumps(mine)}\n".encode()), dtype=torch.uint8)
-    all_ranks = [json.loads(line) for line in _of_all_ranks(told).numpy().tobytes().splitlines()]
+    all_ranks = [json.loads(line) for line in gather_rows(told, world_group()).numpy().tobytes().splitlines()]
     for rank, each in enumerate(all_ranks):
         several = next((name for name, (_, _, parts) in each.items() if len(parts) > 1), None)
         if several is not None:
@@ -549,16 +550,6 @@ def _with_places(pieces: Mapping[str, Any], device: str) -> Iterator[tuple[str, 
             place = BlockPlacement(tuple(part.sizes), tuple(part.offsets), tuple(shape))
         contributes = bool(parts) and owners[name, str(mine[name][2])] == dist.get_rank()
         yield name, values, ShardSpec(tuple(shape), place=place, gather_group=world_group(), contributes=contributes)
-
-
-def _of_all_ranks(bytes_of_rank: Tensor) -> Tensor:
-    """Return the bytes of all ranks, in rank order, in host memory."""
-    lengths = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor(len(bytes_of_rank)), group=world_group())
-    padded = F.pad(bytes_of_rank, (0, int(max(lengths)) - len(bytes_of_rank)))
-    found = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(found, padded, group=world_group())
-    return torch.cat([each[: int(length)] for each, length in zip(found, lengths, strict=True)])
 
 
 def _lora(model_config: Any) -> Mapping[str, Any]:
