@@ -25,7 +25,7 @@ from plugins.hybrid_parallel.boosted.user_loop import UserLoop, agree
 from plugins.hybrid_parallel.config.json_layout import is_planned, options_at
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_kind, check_loss
-from plugins.hybrid_parallel.data.dataloader import Loading, check_batch_size
+from plugins.hybrid_parallel.data.loading import Loading, check_batch_size
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.debug.consistency import check_options
 from plugins.hybrid_parallel.distributed.agreement import broadcast_json, naming_ranks

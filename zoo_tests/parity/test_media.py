@@ -45,6 +45,8 @@ def _plain(name: str) -> PlainRun:
 def test_media_in_some_samples_alone(name: str, layout: str) -> None:
     [head] = [head for head in head_classes() if head.name == name]
     options = {"num_microbatches": 2, "gradient_checkpointing": "full"} if layout == "cp2" else {}
+    if layout == "cp2" and _KINDS[name] == "sounds":  # the ring would cut its masks
+        options["sequence_parallelism_mode"] = "all_to_all"
     assert sharded_verdict(head, layout, _plain(name), **options) == "exact"
 
 

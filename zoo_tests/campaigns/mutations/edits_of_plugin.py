@@ -262,8 +262,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "random numbers of the first rank on all": Edit(
         "plugins.hybrid_parallel.checkpoint.state.training_state",
-        "        prefix = _own_prefix()\n",
-        '        prefix = f"{PREFIX}0/"\n',
+        "        prefix = _own_prefix() if replica_of is None",
+        '        prefix = f"{PREFIX}0/" if replica_of is None',
         (f"{_SAME_BITS}[dp2-fp32]",),
     ),
     "states from before loading stay": Edit(

@@ -34,8 +34,8 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "bias of a row layer added by every rank": Edit(
         "shardformer.layers.linear",
-        "out = self.linear(x, self.weight.t() if self.transposed else self.weight)\n",
-        "out = self.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)\n",
+        "else self.linear(x, weight)\n",
+        "else self.linear(x, weight, self.bias)\n",
         (f"{PARITY}[bert-masked_lm-tp2-zero1]",),
     ),
     "tokens of other ranks looked up as the first row": Edit(

@@ -66,9 +66,9 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         (f"{_TRL}[kto]",),
     ),
     "TRL: padding is scored": Edit(
-        "booster.integrations.fused_head",
-        "value.masked_fill(~mask, 0)",
-        "value",
+        "shardformer.cross_entropy.vocab_parallel",
+        "each.view(labels.shape).masked_fill(ignored, 0)",
+        "each.view(labels.shape)",
         (f"{_TRL}[sft dft]", f"{_TRL}[dpo]"),
     ),
     "TRL: the reference of a trained adapter is the bare model": Edit(

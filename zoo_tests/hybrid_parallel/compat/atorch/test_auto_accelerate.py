@@ -146,7 +146,7 @@ def test_without_one_the_fastest_that_is_tried_is_kept(tmp_path: Path) -> None:
         ([3], "3 is no method of a strategy"),
         (["tensor_parallel"], "tensor_parallel needs a size"),
         ([("parallel_mode", ([("expert", 2)], None))], "parallel_mode has no group 'expert'"),
-        (["deepspeed_3d_parallel"], "deepspeed_3d_parallel needs parallel_mode beside it"),
+        (["deepspeed_3d_parallel"], "deepspeed_3d_parallel also needs parallel_mode"),
         ({"tp_siz": 2}, "HybridParallelPlugin has no option 'tp_siz'; use tp_size"),
     ],
 )
