@@ -169,7 +169,7 @@ def _with_objects(kind: str) -> list[float]:
     given = {"optimizer": torch.optim.AdamW} if kind == "class" else {"optim_func": torch.optim.AdamW}
     if kind == "object":
         given = {"optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
-    status, result, _ = booster.extensions(
+    status, result, _ = booster.auto_accelerate(
         model,
         loss_func=lambda outputs, batch: (outputs.logits.float().square().sum(), outputs.logits.numel()),
         dataset=_Text(),
