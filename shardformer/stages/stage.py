@@ -210,7 +210,8 @@ class StagePartitioner:
         for view in views.values():
             for (parent, name), stand_in in view.placeholders.items():
                 path = f"{paths[parent]}.{name}".lstrip(".")
-                stand_in.place = path, f"pipeline stage {min(self.holders(path))}"
+                holders = self.holders(path)  # none where layers repeat, of what no position runs
+                stand_in.place = path, f"pipeline stage {min(holders)}" if holders else "no pipeline stage"
         entered = [self.ranges[stage].start for stage in self.manager.held]
         for index, layout in enumerate(self.lists):
             for path, fields in layout.finished_towers.items():
