@@ -176,10 +176,13 @@ def differences_of_scores(family: str, kind: str, options: dict[str, Any]) -> li
         if "reproducible" not in options:  # which takes the loss of the model alone
             booster.backward((_loss(*found), len(found.log_probs)), optimizer)
             optimizer.step()
-    gaps = [(one - share(other)).abs().max().item() for one, other in zip(found, expected, strict=True)]
+    gaps = [(one.cpu() - share(other)).abs().max().item() for one, other in zip(found, expected, strict=True)]
     whole = dict(booster.weights(model))
     trained = plain.state_dict() if "reproducible" not in options else {}
-    return [*gaps, *((each - trained[name]).abs().max().item() for name, each in whole.items() if name in trained)]
+    return [
+        *gaps,
+        *((each.cpu() - trained[name]).abs().max().item() for name, each in whole.items() if name in trained),
+    ]
 
 
 @pytest.mark.parametrize(
