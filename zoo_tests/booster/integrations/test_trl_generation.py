@@ -78,9 +78,9 @@ def record(job: Job, folder: str, layout: str) -> tuple[int, list[dict[str, Any]
         generate = trainer._generate_single_turn
 
         def generate_single_turn(*args: Any, **kwargs: Any) -> Any:
-            completions, *rest = generate(*args, **kwargs)
-            generations.append(completions)
-            return completions, *rest
+            found = generate(*args, **kwargs)
+            generations.append(found[0] if isinstance(found, tuple) else found)  # RLOO returns no log-probabilities
+            return found
 
         trainer._generate_single_turn = generate_single_turn
         replicas.append(trainer.accelerator.process_index)
@@ -94,8 +94,8 @@ def _replay(job: Job, folder: Path, generations: list[list[list[int]]]) -> list[
     """Train plainly with the completions that replicas have drawn."""
 
     def replace(trainer: Any) -> None:
-        following = iter(generations)
-        trainer._generate_single_turn = lambda *args, **kwargs: (next(following), None)
+        following = iter(generations if job.kind == "rloo" else [(each, None) for each in generations])
+        trainer._generate_single_turn = lambda *args, **kwargs: next(following)
 
     return run(job, str(folder), before=replace)
 
