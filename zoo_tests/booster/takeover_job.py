@@ -55,7 +55,9 @@ def with_trainer(kind=Trainer, **options):
         assert prepared.exists() or os.environ.get("RANK", "0") == "0"
         prepared.touch()
     trainer = kind(model=model(), args=args, train_dataset=rows(), **options)
-    assert trainer.args.world_size == counted == trainer.accelerator.num_processes
+    assert trainer.args.world_size == trainer.accelerator.num_processes
+    is_planned = any(getattr(each, "layout", "").startswith("auto") for each in sys.meta_path)  # once there is a model
+    assert is_planned or trainer.args.world_size == counted
     assert isinstance(trainer, kind) and type(trainer).__name__ == kind.__name__
     assert pickle.loads(pickle.dumps(kind)) is kind and kind.__name__ in repr(type(trainer))
     trainer.train()

@@ -17,7 +17,7 @@ from zoo_tests.booster.cli.started import Ended, Started, start_alone, start_job
 from zoo_tests.harness.ports import free_port
 from zoo_tests.harness.ranks import under_load
 
-LIMIT_S = 2.0
+LIMIT_S = 3.0
 CTRL_C_LIMIT_S = 6.0
 
 
