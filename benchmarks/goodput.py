@@ -6,18 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
+from benchmarks.failure_simulation import RECOVERIES, Goodput, costs_of, failures_of, goodput, goodputs
 from benchmarks.published_runs import fused_device, llama_runs
 from plugins.hybrid_parallel.planner.costs import Prediction
 from plugins.hybrid_parallel.planner.goodput import (
-    RECOVERIES,
     FailureAssumptions,
-    Goodput,
     best_interval,
-    costs_of,
     duration,
-    failures_of,
-    goodput,
-    goodputs,
     speed_of,
     state_bytes,
 )

@@ -22,8 +22,8 @@ from plugins.hybrid_parallel.cli.arguments import (
 from plugins.hybrid_parallel.cli.models import model_builder
 from plugins.hybrid_parallel.config.compute import PRECISIONS
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.inspect.gantt import draw, to_text, write_trace
-from plugins.hybrid_parallel.inspect.shard_report import shards_as_json, timeline_as_json
+from plugins.hybrid_parallel.inspect.schedule_report import to_json, to_text, write_trace
+from plugins.hybrid_parallel.inspect.shard_report import shards_as_json
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import Timeline, simulate
 from plugins.hybrid_parallel.pipeline.timeline import read_timelines
@@ -33,9 +33,9 @@ _USED_FOR = {
     "a model": ("head", "tp", "pp", "schedule", "chunks", "precision", "check", "html", "json"),
     "a schedule": (
         *("schedule", "pp", "microbatches", "chunks", "forward", "backward", "weights", "send"),
-        *("png", "trace", "json"),
+        *("trace", "json"),
     ),
-    "a recording": ("recorded", "step", "png", "trace", "json"),
+    "a recording": ("recorded", "step", "trace", "json"),
 }
 
 
@@ -57,9 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     if not prints_json(options.json):
         sys.stdout.write(f"{title}\n\n{to_text(timeline)}\n")
     if options.json is not None:
-        write_json({"title": title, "unit": unit, **timeline_as_json(timeline)}, options.json)
-    if options.png is not None:
-        draw(timeline, options.png, title, unit)
+        write_json({"title": title, "unit": unit, **to_json(timeline)}, options.json)
     if options.trace is not None:
         write_trace(timeline, options.trace, unit_us=1e3)
     return 0
@@ -152,7 +150,7 @@ def parser() -> CommandParser:
         description="Show who holds what of a model, or a pipeline schedule: who runs what when, and who is idle.",
         examples=(
             "booster inspect config.json --tp 2 --pp 2 --html shards.html",
-            "booster inspect --schedule zbv --pp 4 --microbatches 8 --png zbv.png",
+            "booster inspect --schedule zbv --pp 4 --microbatches 8 --trace zbv.json",
             "booster inspect --schedule 1f1b --pp 4 --send 0.1 --json",
             "booster inspect --recorded times --trace trace.json",
         ),
@@ -177,7 +175,6 @@ def parser() -> CommandParser:
     command.add_argument("--step", type=int, help="of a recording; the last one by default")
     command.add_argument("--check", action="store_true", help="train a small copy of a model under the layout, too")
     command.add_argument("--html", type=Path, help="write a page of a model")
-    command.add_argument("--png", type=Path, help="draw a picture")
     command.add_argument("--trace", type=Path, help="write a trace for chrome://tracing or ui.perfetto.dev")
     command.add_json()
     return command

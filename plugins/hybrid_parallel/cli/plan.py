@@ -115,14 +115,14 @@ def _job(options: argparse.Namespace, quantised: QuantisedBase | None) -> Job:
 
 
 def _goodput(plan: Plan, device: Device, options: argparse.Namespace, speaks: TextIO) -> dict[str, dict[str, float]]:
-    """Simulate the chosen layout under failures, print the table, and return it as JSON."""
+    """Print how much of a run is training under the chosen layout with failures, and return it as JSON."""
     assumed = FailureAssumptions(
         options.device_mtbf, options.storage * 1e9, options.restart_seconds, options.repair_hours
     )
     chosen = plan.ranked[options.choose - 1]
     results = goodput.goodputs(chosen, device, assumed)
-    failures = goodput.failures_of(chosen.layout, device, assumed)
-    speaks.write(f"\n{chosen.layout}: {goodput.to_text(results, failures)}\n")
+    machines, uptime = goodput.machines_of(chosen.layout, device, assumed)
+    speaks.write(f"\n{chosen.layout}: {goodput.to_text(results, machines, uptime / machines)}\n")
     return {name: asdict(each) for name, each in results.items()}
 
 

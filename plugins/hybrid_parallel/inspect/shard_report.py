@@ -22,7 +22,6 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
-from plugins.hybrid_parallel.pipeline.simulate import Timeline
 from plugins.hybrid_parallel.setup.model import DTYPES, shard_model
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.shard_spec import spec_of
@@ -273,30 +272,3 @@ def shards_as_json(ranks: list[RankShards]) -> list[dict[str, Any]]:
         }
         for each in ranks
     ]
-
-
-def timeline_as_json(timeline: Timeline) -> dict[str, Any]:
-    """Return a timeline: its length, and each rank's actions with the share of time that it is idle."""
-    ranks = zip(timeline.ranks, timeline.bubbles, timeline.peaks, strict=True)
-    return {
-        "length": timeline.length,
-        "idle": sum(timeline.bubbles) / max(len(timeline.bubbles), 1),
-        "ranks": [
-            {
-                "rank": rank,
-                "idle": idle,
-                "peak_activations": peak,
-                "actions": [
-                    {
-                        "action": timed.action.kind.title,
-                        "stage": timed.action.stage,
-                        "microbatch": timed.action.microbatch,
-                        "begin": timed.begin,
-                        "end": timed.end,
-                    }
-                    for timed in actions
-                ],
-            }
-            for rank, (actions, idle, peak) in enumerate(ranks)
-        ],
-    }

@@ -1,4 +1,4 @@
-"""Runs under failures: the simulation against the closed form, the interval between checkpoints, ways to recover.
+"""Runs under failures: the closed form against a simulation, the interval between checkpoints, ways to recover.
 
 What breaks here first: work that counts although it is repeated, or a kind of time that no share has.
 """
@@ -6,20 +6,29 @@ What breaks here first: work that counts although it is repeated, or a kind of t
 from __future__ import annotations
 
 from math import exp
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from plugins.hybrid_parallel.planner.device import preset
-from plugins.hybrid_parallel.planner.goodput import (
+from benchmarks.failure_simulation import (
     RECOVERIES,
     Costs,
     Failures,
-    best_interval,
     goodput,
     interval_of,
     recovery_seconds,
     shares,
+)
+from benchmarks.failure_simulation import goodputs as simulated
+from plugins.hybrid_parallel.planner.costs import Prediction
+from plugins.hybrid_parallel.planner.device import preset
+from plugins.hybrid_parallel.planner.goodput import (
+    FailureAssumptions,
+    best_interval,
+    goodputs,
     speed_of,
+    to_text,
 )
 from plugins.hybrid_parallel.planner.layout import Layout
 
@@ -75,3 +84,30 @@ def test_fewer_replicas_train_until_machines_are_back() -> None:
     result = goodput(SHRINKS, COSTS, failures, speed)
     assert result.fewer == pytest.approx((1 - 9 / 11) * 0.1, rel=0.3)  # a machine is missing in a tenth of the time
     assert sum(shares(result).values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("device_hours", [300.0, 1000.0, 50_000.0])
+def test_the_closed_form_is_the_mean_of_simulated_runs(device_hours: float) -> None:
+    layout = Layout(dp_size=16, tp_size=8, pp_size=4, num_microbatches=6)
+    seconds = SimpleNamespace(total=20.0)
+    memory = SimpleNamespace(parameters=2e9, optimizer=1e9, host=0.0)
+    prediction = cast(Prediction, SimpleNamespace(layout=layout, seconds=seconds, memory=memory))
+    assumed = FailureAssumptions(device_hours, storage=0.12e9, start=300.0, repair_hours=1.0)
+    expected = simulated(prediction, preset("H100"), assumed)
+    found = goodputs(prediction, preset("H100"), assumed)
+    assert found.keys() == expected.keys()
+    for name, each in found.items():
+        assert each.useful == pytest.approx(expected[name].useful, abs=0.02), name
+    assert "restart from disk" in to_text(found, 64, 3600.0)
+
+
+def test_machines_that_fail_all_the_time_train_nothing() -> None:
+    prediction = SimpleNamespace(
+        layout=Layout(dp_size=4096, tp_size=8, pp_size=1),
+        seconds=SimpleNamespace(total=20.0),
+        memory=SimpleNamespace(parameters=2e9, optimizer=1e9, host=0.0),
+    )
+    assumed = FailureAssumptions(0.01, storage=1e6, start=300.0, repair_hours=1000.0)
+    assert all(
+        0 <= each.useful < 1e-3 for each in goodputs(cast(Prediction, prediction), preset("H100"), assumed).values()
+    )

@@ -1,4 +1,4 @@
-"""Plots of a pipeline timeline: text, PNG, and a trace for the viewers of Chrome and Perfetto."""
+"""Reports of a pipeline timeline: text, JSON, and a trace for the viewers of Chrome and Perfetto."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.pipeline.schedule import Kind
 from plugins.hybrid_parallel.pipeline.simulate import TimedAction, Timeline
 
-_COLORS = {
-    Kind.FORWARD: "#4c78a8",
-    Kind.BACKWARD: "#f58518",
-    Kind.BACKWARD_INPUT: "#eeca3b",
-    Kind.BACKWARD_WEIGHT: "#54a24b",
-}
 _WIDEST = 240  # characters
-_LABELLED = 400  # maximum number of actions to label; more labels would not be legible
 
 
 def to_text(timeline: Timeline) -> str:
@@ -75,42 +67,31 @@ def write_trace(timeline: Timeline, path: Path, unit_us: float = 1.0) -> None:
         raise ConfigurationError(f"{path} cannot be written ({error.strerror}); give another path") from error
 
 
-def draw(timeline: Timeline, path: Path, title: str, unit: str = "time") -> None:
-    """Draw one row of bars per rank; chunks alternate between full and reduced opacity.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed, or the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise ConfigurationError("a picture needs matplotlib; pip install matplotlib") from None
-    count = len(timeline.ranks)
-    figure = Figure(figsize=(14, 1.2 + 0.5 * count), layout="constrained")
-    axes = figure.subplots()
-    labelled = sum(len(actions) for actions in timeline.ranks) <= _LABELLED
-    for rank, actions in enumerate(timeline.ranks):
-        for timed, chunk in _with_chunks(actions):
-            action, length = timed.action, timed.end - timed.begin
-            axes.barh(
-                rank, length, left=timed.begin, height=0.86, color=_COLORS[action.kind],
-                edgecolor="white", linewidth=0.6, alpha=1.0 if chunk % 2 == 0 else 0.6,
-            )  # fmt: skip
-            if labelled:
-                axes.text(timed.begin + length / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
-    bubbles = timeline.bubbles
-    axes.set_yticks(range(count), [f"rank {rank}  (idle {bubbles[rank]:.0%})" for rank in range(count)])
-    axes.set(ylim=(count - 0.5, -0.5), xlim=(0, timeline.length), xlabel=unit, title=title)
-    kinds = [kind for kind in Kind if any(each.action.kind is kind for rank in timeline.ranks for each in rank)]
-    axes.legend(
-        handles=[Patch(color=_COLORS[kind], label=kind.title) for kind in kinds],
-        loc="upper center", bbox_to_anchor=(0.5, -0.14 - 0.3 / count), ncols=4, frameon=False,
-    )  # fmt: skip
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be written ({error}); give a path that ends in .png") from error
+def to_json(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline: its length, and each rank's actions with the share of time that it is idle."""
+    ranks = zip(timeline.ranks, timeline.bubbles, timeline.peaks, strict=True)
+    return {
+        "length": timeline.length,
+        "idle": sum(timeline.bubbles) / max(len(timeline.bubbles), 1),
+        "ranks": [
+            {
+                "rank": rank,
+                "idle": idle,
+                "peak_activations": peak,
+                "actions": [
+                    {
+                        "action": timed.action.kind.title,
+                        "stage": timed.action.stage,
+                        "microbatch": timed.action.microbatch,
+                        "begin": timed.begin,
+                        "end": timed.end,
+                    }
+                    for timed in actions
+                ],
+            }
+            for rank, (actions, idle, peak) in enumerate(ranks)
+        ],
+    }
 
 
 def _shares(timeline: Timeline) -> str:
