@@ -26,7 +26,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -164,11 +164,23 @@ def check_layout(subject: CheckedModel, options: Mapping[str, Any], world_size: 
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with random_numbers_apart(), quiet(), warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
+        with (
+            _eager(options),
+            random_numbers_apart(),
+            quiet(),
+            warnings.catch_warnings(),
+            ThreadPoolExecutor(1) as thread,
+        ):
             warnings.simplefilter("ignore")
             return thread.submit(_check, subject, options, world_size).result()
     finally:
         torch.set_default_dtype(usual)
+
+
+def _eager(options: Mapping[str, Any]) -> AbstractContextManager:
+    """Run fused operators without their compiler, which takes longer than the check may."""
+    is_compiled = options.get("enable_jit_fused") or options.get("enable_all_optimization")
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 def _check(subject: CheckedModel, options: Mapping[str, Any], world_size: int) -> LayoutReport:
@@ -360,9 +372,23 @@ def _twin(model: nn.Module, config: Any, dtype: torch.dtype) -> tuple[Subject, A
         batch = batch_for(model, step, rows, has_labels=criterion is None)
         if step:  # without padding, for which other attention may run
             batch.pop("attention_mask", None)
+        elif criterion is None:
+            _read_last_token(batch, model.config)
         return {key: _cast(value, dtype) for key, value in batch.items()}
 
     return _Copies(built, batches), criterion
+
+
+def _read_last_token(batch: dict[str, Any], config: Any) -> None:
+    """Put the last token of the vocabulary, whose row the last rank holds, into the first row, in place."""
+    ids, labels, last = batch.get("input_ids"), batch.get("labels"), getattr(config, "vocab_size", 0) - 1
+    is_special = any(
+        name.endswith(("token_id", "token_index")) and value == last for name, value in vars(config).items()
+    )
+    if ids is None or ids.dim() != 2 or labels is None or labels.shape != ids.shape or last < 0 or is_special:
+        return
+    if int(ids[0, 2]) == int(labels[0, 2]):  # of a language model
+        ids[0, 2] = labels[0, 2] = last
 
 
 def _config_of(model: nn.Module) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
 from plugins.hybrid_parallel.verify import before_boost
 from plugins.hybrid_parallel.verify.layout_check import CheckedModel, LayoutReport, check_layout, checked_layouts
+from zoo_tests.campaigns.checked_mutants import cases, verdict
 from zoo_tests.harness.ranks import distributed
 
 TP, PP, CP = {"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}, {"cp_size": 2}
@@ -123,6 +126,7 @@ def test_a_planted_fault_is_found(name: str, layout: dict[str, Any], monkeypatch
     ("layout", "world_size"),
     [
         ({**TP, **PP}, 4),
+        ({**TP, "enable_jit_fused": True}, 2),  # its kernels take longer to compile than the check may
         *(pytest.param(*each, marks=pytest.mark.slow) for each in [(CP, 2), (SP, 2), (EXCHANGED, 2), (TP | CP, 8)]),
     ],
 )
@@ -131,6 +135,16 @@ def test_nothing_is_found_where_training_is_exact(layout: dict[str, Any], world_
     report = check_layout(CheckedModel(llama()), layout, world_size)
     assert len(report.proved) == 1 and not report.findings + report.not_checked
     assert torch.equal(torch.get_rng_state(), numbers) and not dist.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["last row of a cut vocabulary belongs to nobody", "bias of a row layer added by every rank"]
+)
+def test_a_mutant_is_found(name: str) -> None:
+    """Two of those that `zoo_tests.campaigns.checked_mutants` counts; a process of its own has each."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        assert process.submit(verdict, name, dict(cases())[name]).result().startswith("found")
 
 
 def test_large_layouts_are_tried_by_their_axes() -> None:
