@@ -21,7 +21,6 @@ from booster.errors import ConfigurationError, checks_arguments
 from booster.launch import debug_is_asked, elastic_place
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.boosted.user_loop import UserLoop, agree
 from plugins.hybrid_parallel.config.json_layout import is_planned, options_at
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_kind, check_loss
@@ -36,7 +35,8 @@ from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas, share_of
 from plugins.hybrid_parallel.loss.replica_losses import LossKind, loss_and_count, over_replicas
 from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
 from plugins.hybrid_parallel.setup.optimizer import build_trained
-from plugins.hybrid_parallel.train_step import PipelineStep
+from plugins.hybrid_parallel.step.execute_pipeline import run_batch
+from plugins.hybrid_parallel.step.user_loop import UserLoop, agree
 from plugins.hybrid_parallel.zero.backward_checks import LabelCounts, check_weights_in_loss, refuse_backward
 from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients, counting
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
@@ -346,11 +346,10 @@ class HybridParallelPlugin(Plugin):
         batch, criterion = self._adapt(next_batch(data_iter), model, criterion, return_loss or optimizer is not None)
         if optimizer is not None:
             self._loading.first_batches.compare(as_batch(batch))
-        step = PipelineStep(model, self.grid, self.config.pipeline, criterion, trains=optimizer is not None)
         with naming_ranks():
             if optimizer is not None:
                 self._compare_ranks(optimizer)
-            return step.run(batch, return_loss, return_outputs)
+            return run_batch(model, batch, criterion, optimizer is not None, return_loss, return_outputs)
 
     def _adapt(
         self, batch: Any, model: nn.Module, criterion: Callable[[Any, Any], Any] | None, needs_loss: bool

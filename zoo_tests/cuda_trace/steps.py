@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from transformers.utils import import_utils
 
-from plugins.hybrid_parallel.boosted import batch_split
 from plugins.hybrid_parallel.boosted import model as boosted_model
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.boosted.model_api import WholeModel
@@ -25,7 +24,8 @@ from plugins.hybrid_parallel.pipeline import p2p
 from plugins.hybrid_parallel.planner.proxy_model import give_memory, quiet
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
-from plugins.hybrid_parallel.train_step import PipelineStep
+from plugins.hybrid_parallel.step import batch_split
+from plugins.hybrid_parallel.step.execute_pipeline import run_batch
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.utils.module_paths import names_of_parameters
@@ -91,8 +91,7 @@ def _run(trace: Trace, rank: int, config: HybridParallelConfig, headers: list[p2
         for _ in range(STEPS):
             recorder = StepRecorder()
             with recorder:
-                step = PipelineStep(boosted, grid, config.pipeline, criterion, trains=True)
-                result = step.run(given, return_loss=True, return_outputs=False)
+                result = run_batch(boosted, given, criterion)
                 optimizer.step()
                 optimizer.zero_grad()
         assert result.loss.device == CUDA, f"the loss is on {result.loss.device}"

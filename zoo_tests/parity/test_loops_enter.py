@@ -1,6 +1,6 @@
 """What each loop enters: `model(**batch)`, on one stage and on several, and `execute_pipeline`.
 
-What breaks here first: an option that one loop forgets. Look at `HybridParallelModel.in_forward` and `begin_training`.
+What breaks here first: an option that one loop forgets. Look at `in_pass` in `plugins/hybrid_parallel/step/passes.py`.
 """
 
 from __future__ import annotations

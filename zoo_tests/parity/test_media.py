@@ -1,7 +1,7 @@
 """Images and sounds in some samples alone: a micro-batch or a replica may have none, and another sample two.
 
 What breaks here first: a tower that runs on nothing, and gathers of its parameters for which a replica without images
-does not come. Look in `plugins/hybrid_parallel/data/media.py` and `HybridParallelModel.agree_on_media`.
+does not come. Look in `plugins/hybrid_parallel/data/media.py` and `in_pass`.
 """
 
 from __future__ import annotations

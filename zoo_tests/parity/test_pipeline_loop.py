@@ -1,7 +1,7 @@
 """The ordinary loop under a pipeline trains to the numbers of plain torch.
 
 What breaks here first: a gradient at the border between the user's loss and the stages. Look in
-`plugins/hybrid_parallel/boosted/user_loop.py`.
+`plugins/hybrid_parallel/step/user_loop.py`.
 """
 
 from __future__ import annotations

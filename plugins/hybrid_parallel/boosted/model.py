@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -17,23 +16,14 @@ from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from plugins.hybrid_parallel.boosted.model_api import ModelApi, WholeModel, method_as_declared
-from plugins.hybrid_parallel.boosted.outputs import (
-    AUX_LOSS,
-    forward_with_aux_loss,
-    with_whole_logits,
-    with_whole_sequences,
-)
 from plugins.hybrid_parallel.boosted.pretrained import write_whole
 from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
-from plugins.hybrid_parallel.boosted.user_loop import UserLoop, empty_share
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
-from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch, check_batch_of_replica, naming_entry
+from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch, check_batch_of_replica
 from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, cast_inputs, has_floats
-from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts
 from plugins.hybrid_parallel.data.microbatch import stand_in, to_device, without_rows
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
-from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
@@ -53,6 +43,14 @@ from plugins.hybrid_parallel.offload.activations import OffloadedActivations
 from plugins.hybrid_parallel.offload.stores import Store
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.reproducible.units import Units
+from plugins.hybrid_parallel.step.outputs import (
+    AUX_LOSS,
+    forward_with_aux_loss,
+    with_whole_logits,
+    with_whole_sequences,
+)
+from plugins.hybrid_parallel.step.passes import AroundPass, Pass, PassKind, in_pass
+from plugins.hybrid_parallel.step.user_loop import UserLoop, empty_share
 from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
 from plugins.hybrid_parallel.zero.gathers import ParameterGathers
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
@@ -131,6 +129,7 @@ class HybridParallelModel(ModelApi):
         saved_elsewhere: parameters on this rank that another stage saves.
         batches_seen: number of training batches so far.
         checked_full_batch: whether a batch has filled the pipeline; from then on batches may be short.
+        around_passes: what features hang around each pass; see `in_pass`.
     """
 
     def __init__(self, runtime: PipelineRuntime, context: ShardContext, watch: PassWatch | None = None) -> None:
@@ -146,6 +145,9 @@ class HybridParallelModel(ModelApi):
             runtime.register_microbatch_hook(watch.begin_microbatch)
         self.gathers, self.batches_seen = ParameterGathers(), 0
         self.activations: OffloadedActivations | None = None
+        self.around_passes: list[AroundPass] = [lambda this: weights_rounded_once(self.module)]
+        if self.stream is not None:
+            self.around_passes.append(self._draw_from_stream)
         self.checked_full_batch = self._layers_cast = False
         self.expert_balance: ExpertBalance | None = None
         self.options = ForwardOptions(module, mesh)
@@ -197,56 +199,14 @@ class HybridParallelModel(ModelApi):
             with self.runtime.viewing(stage):
                 self.activations.add(self.module)
         self.runtime.register_microbatch_hook(lambda index: self.activations.begin_pass())
+        self.around_passes.append(self._move_activations)
 
-    def agree_on_media(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Gather the towers of images and sounds now, if under ZeRO stage 3 some replicas alone are about to run them.
+    def _move_activations(self, this: Pass) -> AbstractContextManager[None]:
+        return nullcontext() if this.kind is PassKind.GENERATE else self.activations.running()
 
-        All replicas must call this, in `running`.
-
-        Args:
-            parts: the inputs of the passes, as many on all replicas.
-        """
-        if not self.gathers or not self.options.media_tokens or self.mesh.size(DP_CP) == 1:
-            return
-        flags = torch.tensor([kinds_of_media(part) for part in parts], dtype=torch.int32)
-        extremes = torch.stack([flags, -flags])  # on the CPU: reading the result must not wait for the device
-        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.mesh.group(DP_CP))
-        if (extremes[0] != -extremes[1]).any():
-            self.gathers.keep_all_but(parameters_of_texts(self.options.inside))
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Prepare a pass through the model, in either direction.
-
-        Parameters are gathered and rounded to 8 bits once, activations are moved, and the model draws from its stream.
-
-        Raises:
-            ConfigurationError: if a parameter has been replaced since `boost`.
-        """
-        self.check_weights()
-        for optimizer in self.optimizers:
-            optimizer.wait_for_parameters()
-        with ExitStack() as stack:
-            stack.enter_context(self.gathers.running())
-            stack.enter_context(weights_rounded_once(self.module))
-            if self.activations is not None:
-                stack.enter_context(self.activations.running())
-            if self.stream is not None and self.training:
-                stack.enter_context(self.stream.active())
-            yield
-
-    @contextmanager
-    def in_forward(self, batch: Mapping[str, Any], counts: bool) -> Iterator[None]:
-        """Run forward passes of a batch in this context, of `model(**batch)` and of `execute_pipeline`.
-
-        Args:
-            batch: the arguments of the model's forward.
-            counts: whether its tokens count for the load of experts.
-        """
-        shapes = {name: list(value.shape) for name, value in batch.items() if isinstance(value, Tensor)}
-        failure.begin_batch(self.mesh.rank("dp"), shapes)
-        with naming_ranks(), self.running(), self.counting_experts(counts), naming_entry(batch):
-            yield
+    def _draw_from_stream(self, this: Pass) -> AbstractContextManager[None]:
+        draws = self.training and this.kind is not PassKind.GENERATE
+        return self.stream.active() if draws else nullcontext()
 
     def begin_training(
         self, batch: Mapping[str, Any], check: Callable[[Mapping[str, Any], HybridMesh], None] = check_batch
@@ -288,9 +248,9 @@ class HybridParallelModel(ModelApi):
             weight = self.user_loop.begin(kwargs, args)
             args, kwargs = off_inputs(args), off_inputs(kwargs)
         has_rows = bool(args) or not self.options.is_empty(kwargs)
+        this = Pass(PassKind.TRAIN if torch.is_grad_enabled() else PassKind.EVALUATE, kwargs, has_rows)
         guard = failure.guard("model(**batch)", publishes=False)
-        with guard, self.in_forward(kwargs, torch.is_grad_enabled() and has_rows):
-            self.agree_on_media([kwargs if has_rows else {}])
+        with guard, in_pass(self, this, [kwargs if has_rows else {}]):
             self.runtime.begin_microbatch(0)
             if self.losses.lacks_labels(kwargs):
                 outputs = self._forward_without_loss(args, kwargs)
@@ -343,11 +303,8 @@ class HybridParallelModel(ModelApi):
             RuntimeError: if the layers of the model keep no cache.
             ConfigurationError: for what a pipeline cannot do, or ranks of one that do not ask for the same.
         """
-        for optimizer in self.optimizers:
-            optimizer.wait_for_parameters()
         kwargs = self.on_device(kwargs)
-        with self.gathers.running(), weights_rounded_once(self.module):
-            self.agree_on_media([{} if self.options.is_empty(kwargs) else kwargs])
+        with in_pass(self, Pass(PassKind.GENERATE), [{} if self.options.is_empty(kwargs) else kwargs]):
             if self.mesh.size("pp") > 1:
                 return generate_through_stages(self, args, kwargs)
             with failure.guard("model.generate", publishes=False):
@@ -412,10 +369,6 @@ class HybridParallelModel(ModelApi):
                 "HybridParallelPlugin(count_expert_load=True)"
             )
         return self.expert_balance.of_last_step()
-
-    def counting_experts(self, is_asked: bool) -> AbstractContextManager[None]:
-        """Return a context whose passes count for the load of experts, if it is asked for and they are counted."""
-        return nullcontext() if self.expert_balance is None else self.expert_balance.counting(is_asked)
 
     def step_loss(
         self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from shardformer.expert_parallel.router_bias import ExpertLoad, router_biases, update_bias
 from shardformer.utils.module_paths import in_order
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.step.passes import Pass
 
 
 class ExpertBalance:
@@ -32,9 +36,9 @@ class ExpertBalance:
         self._last: dict[str, Tensor] = {}
         self._is_summed = True
 
-    def counting(self, is_asked: bool) -> AbstractContextManager[None]:
-        """Return a context in which tokens are counted, if it is asked for."""
-        return self._load.counting() if is_asked else nullcontext()
+    def around_pass(self, this: Pass) -> AbstractContextManager[None]:
+        """Return a context in which tokens are counted: those of samples that are trained on."""
+        return self._load.counting() if this.trains and this.has_rows else nullcontext()
 
     def end_step(self, was_skipped: bool) -> None:
         """Move biases by the load since the last step, which this ends; a skipped step moves none."""

@@ -142,32 +142,17 @@ class PipelineRuntime:
         views = getattr(self.module, "stage_views", None)
         return views.running(stage, None) if views is not None else nullcontext()
 
-    def run(
-        self,
-        turns: Sequence[Turn],
-        microbatches: Sequence[dict[str, Any]],
-        loss_function: LossFunction,
-        observer: PassObserver | None = None,
-    ) -> None:
-        """Execute `turns`.
-
-        Args:
-            turns: this rank's schedule, from `turns`.
-            microbatches: the model's inputs, one mapping per micro-batch.
-            loss_function: maps the outputs of a micro-batch on the last stage to the value whose gradients are added.
-            observer: told of every backward action.
-        """
-        self.execute(self.begin(microbatches, loss_function), turns, observer)
-
     def begin(
         self,
         microbatches: Sequence[dict[str, Any]],
         loss_function: LossFunction,
         stage_loss: StageLoss | None = None,
     ) -> PassState:
-        """Return the state of a pass over `microbatches`, before any of its turns; see `run`.
+        """Return the state of a pass over `microbatches`, before any of its turns.
 
         Args:
+            microbatches: the model's inputs, one mapping per micro-batch.
+            loss_function: maps the outputs of a micro-batch on the last stage to the value whose gradients are added.
             stage_loss: a loss of what happens inside stages; it needs all forward passes before any backward pass.
         """
         return PassState(self, microbatches, loss_function, stage_loss)
@@ -178,7 +163,12 @@ class PipelineRuntime:
         turns: Sequence[Turn],
         observer: PassObserver | None = None,
     ) -> None:
-        """Execute some turns of a pass; see `run`."""
+        """Execute some turns of a pass.
+
+        Args:
+            turns: of this rank's schedule, from `turns` or `phases`.
+            observer: told of every backward action.
+        """
         last = {turn.action.stage: turn.action for turn in turns if turn.action.kind is not Kind.FORWARD}
         for position, turn in enumerate(turns):
             action = turn.action

@@ -15,6 +15,7 @@ from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.proxy_model import build_proxy_model, training_loss, watch_layers
 from plugins.hybrid_parallel.planner.synthetic_batch import batch_of
+from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def measure_parts(
             pause()
             timer.seconds = {}
             timer.begin()
-            with wrapped.running(), optimizer.accepting_gradients():
+            with in_pass(wrapped, Pass(PassKind.STEP)):
                 loss = training_loss(wrapped, batch)
                 timer.turn()
                 loss.backward()

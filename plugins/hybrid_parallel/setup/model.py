@@ -256,6 +256,7 @@ def wrap_model(
     wrapped = HybridParallelModel(runtime, context, ModuleWatch(model) if config.debugging.debug else None)
     if config.policy.counts_experts:
         wrapped.expert_balance = ExpertBalance(wrapped.losses, mesh, config.policy.moe_router_bias_update_rate)
+        wrapped.around_passes.append(wrapped.expert_balance.around_pass)
     loss_scale = LossScale()
     if config.mixed_precision.precision == "fp16":
         loss_scale = DynamicLossScale(config.mixed_precision.initial_scale, config.mixed_precision.growth_interval)

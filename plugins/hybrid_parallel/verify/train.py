@@ -17,7 +17,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.microbatch import split_batch
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, build_mesh
 from plugins.hybrid_parallel.setup.optimizer import build_trained
-from plugins.hybrid_parallel.train_step import PipelineStep
+from plugins.hybrid_parallel.step.execute_pipeline import run_batch
 from plugins.hybrid_parallel.verify.module_outputs import Output, OutputLog
 from plugins.hybrid_parallel.zero.whole_parameters import assemble
 from shardformer.shard_spec import spec_of
@@ -167,8 +167,7 @@ def train_on_rank(trial: VerifyCase) -> Trace:
         share = split_batch(
             batch, mesh.size("dp"), tokens=model.options.media_tokens, rows=model.options.rows_of(batch)
         )[trace.dp_rank]
-        step = PipelineStep(model, mesh, config.pipeline, trial.criterion, trains=True)
-        loss = step.run(share, return_loss=True, return_outputs=False).loss.item()
+        loss = run_batch(model, share, trial.criterion).loss.item()
         gradients = _arrays(optimizer.full_gradients())
         optimizer.step()
         optimizer.zero_grad()

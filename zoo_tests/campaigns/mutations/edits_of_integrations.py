@@ -92,7 +92,7 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
         (f"{_FITS}[own-loss-dp2]", f"{_FABRIC}::test_what_a_script_uses_around_its_loop[dp2]"),
     ),
     "outputs that a pipeline fetched not weighed": Edit(
-        "plugins.hybrid_parallel.boosted.user_loop",
+        "plugins.hybrid_parallel.step.user_loop",
         "grad = self.weight.on_gradient(grad)",
         "pass",
         (f"{_FITS}[own-loss-dp2pp2]",),

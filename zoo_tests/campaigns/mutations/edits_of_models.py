@@ -23,19 +23,19 @@ EDITS_OF_MODELS: dict[str, Edit] = {
         (f"{_ROW}[deepcopy-tp2]", f"{_ROW}[AveragedModel-pp2]"),
     ),
     "every micro-batch has the first one's gradients of outputs": Edit(
-        f"{_BOOSTED}.outputs",
+        "plugins.hybrid_parallel.step.outputs",
         "grad.tensor_split(self.num_microbatches)[self.index]",
         "grad.tensor_split(self.num_microbatches)[0]",
         (f"{_LOOP}::test_two_trained_models_in_one_loss[2-options0]",),
     ),
     "all outputs sent with the loss": Edit(
-        f"{_BOOSTED}.user_loop",
+        "plugins.hybrid_parallel.step.user_loop",
         "outputs[LOSS] = self.model.loss_over_replicas(self._fetch_loss())",
         "outputs[LOSS] = self.model.loss_over_replicas([self.fetch(name) for name in self._header][0])",
         (_SENT,),
     ),
     "outputs sent again at each read": Edit(
-        f"{_BOOSTED}.outputs",
+        "plugins.hybrid_parallel.step.outputs",
         "            self[key] = value\n        return value\n\n    def __getattr__",
         "            self.keys()\n        return value\n\n    def __getattr__",
         (_SENT,),

@@ -44,7 +44,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_PACKED}[pp2]",),
     ),
     "parts of a row get the gradients of other tokens": Edit(
-        "plugins.hybrid_parallel.boosted.outputs",
+        "plugins.hybrid_parallel.step.outputs",
         "grad.split(self.lengths, 1)[self.index]",
         "grad.roll(1, 1).split(self.lengths, 1)[self.index]",
         ("zoo_tests/parity/test_packing.py::test_a_loss_of_the_script_sees_the_whole_row",),
@@ -134,7 +134,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         "views[place]",
         (f"{_OPTIMIZER}::test_unused_parameters_are_not_moved_by_weight_decay[1-12]",),
     ),
-    # pipeline, train_step.py
+    # pipeline, step
     "every micro-batch has the inputs of the first": Edit(
         "plugins.hybrid_parallel.pipeline.runtime",
         "run_stage(runtime.module, message, self.microbatches[index], action.stage)",
@@ -148,7 +148,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_PLUGIN}/pipeline/test_outputs.py::test_outputs_of_a_head_on_every_rank[pp2-gpt2-lm_head]",),
     ),
     "gradients not corrected to the count of the criterion": Edit(
-        "plugins.hybrid_parallel.train_step",
+        "plugins.hybrid_parallel.step.execute_pipeline",
         "optimizer.reducer.finish(factor)",
         "optimizer.reducer.finish()",
         (f"{_UNEQUAL}[sum_and_count-3-1]",),
@@ -224,7 +224,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         ("zoo_tests/shardformer/loss/test_routers.py::test_it_is_that_of_plain_training[2-options3]",),
     ),
     "loss of routers in a user's own loss is a share of it": Edit(
-        "plugins.hybrid_parallel.boosted.user_loop",
+        "plugins.hybrid_parallel.step.user_loop",
         "            dist.all_reduce(total, group=mesh.group(DP_CP))\n",
         "            total *= mesh.size(DP_CP)\n",
         ("zoo_tests/shardformer/loss/test_routers.py::test_a_loss_of_ones_own_adds_that_of_all_stages[4-options2]",),

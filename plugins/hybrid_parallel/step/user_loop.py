@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,8 +18,18 @@ from torch import Tensor
 from booster import failure
 from booster.data.rows import rows_of_call
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.boosted.batch_split import BatchSplit, BatchSplitter
-from plugins.hybrid_parallel.boosted.outputs import (
+from plugins.hybrid_parallel.config.pipeline import PipelineOptions
+from plugins.hybrid_parallel.data.microbatch import nothing_of, without_rows
+from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.loss.arithmetic import exact_sum
+from plugins.hybrid_parallel.loss.replica_losses import ReplicaLosses, RowWeight
+from plugins.hybrid_parallel.loss.router_balance import RouterBalance
+from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
+from plugins.hybrid_parallel.pipeline.outputs import detached
+from plugins.hybrid_parallel.pipeline.runtime import PassState
+from plugins.hybrid_parallel.step.batch_split import BatchSplit, BatchSplitter
+from plugins.hybrid_parallel.step.outputs import (
     AUX_LOSS,
     CACHE_WITHHELD,
     LOSS,
@@ -34,18 +43,8 @@ from plugins.hybrid_parallel.boosted.outputs import (
     leaves,
     reason_withheld,
 )
-from plugins.hybrid_parallel.config.pipeline import PipelineOptions
-from plugins.hybrid_parallel.data.microbatch import nothing_of, without_rows
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
-from plugins.hybrid_parallel.loss.arithmetic import exact_sum
-from plugins.hybrid_parallel.loss.replica_losses import ReplicaLosses, RowWeight
-from plugins.hybrid_parallel.loss.router_balance import RouterBalance
-from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
-from plugins.hybrid_parallel.pipeline.outputs import detached
-from plugins.hybrid_parallel.pipeline.runtime import PassState
+from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
 from plugins.hybrid_parallel.zero.backward_checks import BackwardPasses
-from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
 from shardformer.utils.caches import CACHE_NAMES
 
@@ -169,11 +168,8 @@ class PipelineCall:
             results.append(result if share is None else {LOSS: share, **result})
             return OutputGradients(results[-1], index, len(microbatches), lengths, grads) if trains else None
 
-        with ExitStack() as stack:
-            stack.enter_context(model.in_forward(batch, trains and bool(own)))
-            reading = parallel_logits(model) if loss.reads_parallel_logits else loss.reading(model)
-            stack.enter_context(reading)
-            model.agree_on_media(inputs)
+        this = Pass(PassKind.TRAIN if trains else PassKind.EVALUATE, batch, bool(own))
+        with in_pass(model, this, inputs, loss.reading(model, keeps_outputs=True)):
             self.passes = runtime.begin(inputs, finish_forward, loss.balance)
             runtime.execute(self.passes, runtime.phases(len(inputs))[0])
         self.balance = loss.balance
@@ -303,7 +299,7 @@ class PipelineCall:
         if self.balance is not None:
             self.balance.weight = self._weight_over_replicas(self.grads.pop((AUX_LOSS, 0), None))
         observer = BackwardPasses(self.model.reducers, runtime.stage_parameters, is_final)
-        with self.model.running():
+        with in_pass(self.model, Pass(PassKind.BACKWARD)):
             runtime.execute(passes, runtime.phases(len(self.split.microbatches))[1], observer)
         self.results[:] = map(detached, self.results)  # the script may read outputs after the backward pass
         self.grads.clear()

@@ -1,0 +1,139 @@
+"""One step of `execute_pipeline`: split the batch, run the schedule, finish gradients, loss and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from booster.errors import ConfigurationError
+from booster.plugin import PipelineResult
+from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of
+from plugins.hybrid_parallel.distributed.mesh import DP_CP
+from plugins.hybrid_parallel.loss.arithmetic import scaled
+from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
+from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached, merge_outputs
+from plugins.hybrid_parallel.pipeline.runtime import PassState
+from plugins.hybrid_parallel.step.batch_split import BatchSplit
+from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
+from plugins.hybrid_parallel.zero.backward_checks import BackwardPasses
+from shardformer.attention import log_once
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+
+
+def run_batch(
+    model: HybridParallelModel,
+    batch: Any,
+    criterion: Callable[[Any, Any], Any] | None = None,
+    trains: bool = True,
+    return_loss: bool = True,
+    return_outputs: bool = False,
+) -> PipelineResult:
+    """Run one batch; see `Booster.execute_pipeline`.
+
+    Args:
+        model: the boosted model.
+        criterion: the user's loss, or None for the model's own.
+        trains: whether to run the backward pass.
+    """
+    model.refuse_unseen_hooks()
+    given = model.with_document_positions(as_batch(batch))
+    of_criterion = () if criterion is None else model.options.unread(given)
+    if of_criterion:
+        name = type(model.unwrap()).__name__
+        log_once(name, f"takes no {', '.join(of_criterion)}, which the criterion alone reads")
+    batch = model.on_device(given)
+    if trains:
+        model.begin_training(batch)
+        for reducer in model.reducers:
+            reducer.settle()
+    split = model.user_loop.splitter.split(batch, given, trains, reads_rows=criterion is not None, must_fill=trains)
+    loss = model.step_loss(split.own, criterion, batch)
+    if trains and isinstance(loss, NoLoss):
+        raise ConfigurationError(
+            f"the batch has no labels (it has {', '.join(batch)}), so that there is no loss to train on; "
+            "give the model's labels in the batch, or pass a criterion"
+        )
+    if trains:
+        model.trace.begin(split.microbatches, loss.shares)
+    outputs: list[Any] | None = [] if return_outputs else None
+    _run_schedule(model, batch, split, loss, trains, outputs)
+    optimizers = model.optimizers if trains else ()
+    for optimizer in optimizers:
+        optimizer.reducer.launch_rest()
+    value, factor = loss.finish(return_loss)
+    for optimizer in optimizers:
+        optimizer.reducer.finish(factor)
+    if value is not None:
+        value = value.to(torch.float64 if model.options.dtype == torch.float64 else torch.float32)
+    return PipelineResult(value, None if outputs is None else _share_outputs(model, outputs, split))
+
+
+def _run_schedule(
+    model: HybridParallelModel,
+    batch: Mapping[str, Any],
+    split: BatchSplit,
+    loss: StepLoss,
+    trains: bool,
+    keep: list[Any] | None,
+) -> None:
+    """Run the passes; those of placeholders add nothing to the loss and no outputs to `keep`."""
+    runtime, num_own, count = model.runtime, len(split.own), len(split.microbatches)
+    inputs = [model.inputs_of(microbatch, loss) for microbatch in split.microbatches]
+
+    def finish_forward(outputs: Any, index: int) -> Tensor | None:
+        if index >= num_own and not loss.counts_without_rows:
+            return nothing_of(outputs)
+        outputs = outputs if loss.reads_parts else model.whole_sequences(outputs)
+        share = loss.share(outputs, index)
+        if keep is not None and index < num_own:
+            kept = detached(model.gathered(outputs) if loss.reads_parallel_logits else outputs)
+            keep.append(_without(kept, loss.coupled_outputs if count > 1 else ()))
+        return scaled(share, model.optimizers[0].loss_scale.value) if trains else share
+
+    loss.passes = count
+    this = Pass(PassKind.STEP if trains else PassKind.EVALUATE, batch, bool(split.own))
+    with in_pass(model, this, inputs, loss.reading(model, keeps_outputs=keep is not None)):
+        passes = BackwardPasses(model.reducers, runtime.stage_parameters) if trains else None
+        state = runtime.begin(inputs, finish_forward, loss.balance)
+        if loss.balance is None and not loss.needs_all_forwards:
+            runtime.execute(state, runtime.turns(count, trains), passes)
+        else:
+            _run_phases(model, state, loss, passes)
+
+
+def _run_phases(model: HybridParallelModel, state: PassState, loss: StepLoss, passes: BackwardPasses | None) -> None:
+    """Run all forward passes before any backward pass, for gradients that depend on all of them."""
+    runtime, balance = model.runtime, loss.balance
+    forwards, backwards = runtime.phases(len(state.microbatches))
+    runtime.execute(state, forwards)
+    if balance is not None:
+        value = balance.factor * balance.finish()
+        if runtime.has_last_stage:  # once for each replica
+            loss.total += value / model.mesh.size(DP_CP)
+        if passes is not None:
+            balance.weight = balance.factor * model.optimizers[0].loss_scale.value
+    if passes is not None:
+        runtime.execute(state, backwards, passes)
+
+
+def _share_outputs(model: HybridParallelModel, outputs: list[Any], split: BatchSplit) -> Any:
+    """Broadcast the merged outputs to every stage; return None if this replica's share of the batch was empty."""
+    if not split.own:
+        return None
+    runtime = model.runtime
+    merged = merge_outputs(outputs, split.lengths) if runtime.has_last_stage else None
+    if model.mesh.size("pp") == 1:
+        return merged
+    return broadcast_outputs(merged, model.mesh, runtime.rank_of_last_stage)
+
+
+def _without(outputs: Any, names: Collection[str]) -> Any:
+    """Return outputs without those of `names`, of which parts of a batch have only parts."""
+    if not names or not isinstance(outputs, Mapping):
+        return outputs
+    return type(outputs)(**{name: value for name, value in outputs.items() if name not in names})
