@@ -86,7 +86,7 @@ def sentences_of(page: Path) -> Iterator[str]:
     """The sentences of the paragraphs and lists of a page; a term in code, and the text of a link, count as words."""
     text = "\n".join(line for _, language, line in _numbered(page) if language is None)
     for block in re.split(r"\n\s*\n", text.partition("\n---\n")[2] if text.startswith("---\n") else text):
-        if block.lstrip().startswith(("|", "#", "<")) or block.startswith("    "):
+        if block.lstrip().startswith(("|", "#", "<", "![")) or block.startswith("    "):
             continue
         block = re.sub(r"^\s*([-*]|\d+\.)\s+", "\0", block, flags=re.MULTILINE)
         block = re.sub(r"`[^`]*`", "Code", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", block))
