@@ -1,10 +1,16 @@
-"""Make family-specific inputs: those of single heads besides text, images and the usual labels."""
+"""Make family-specific inputs: those of single heads besides text, images and the usual labels.
+
+`family_inputs.json` names them: "family/argument" or "Class/argument" -> name and arguments of a function below, whose
+result replaces an input of the same name; null leaves the input out, so that the model's default is meant.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,9 +114,6 @@ def _refusal(kind: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Config
     )
 
 
-Maker = Callable[[nn.Module, Mapping[str, Tensor], torch.Generator], Any]
-
-
 def further_inputs(
     family: str, model: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator
 ) -> dict[str, Any]:
@@ -123,305 +126,144 @@ def further_inputs(
         generator: source of random numbers.
     """
     takes = inspect.signature(model.forward).parameters
-    found: dict[str, Any] = {}
-    for name, make in _INPUTS.items():
+    given, found = _Given(model, batch, generator), {}
+    for name, how in json.loads(_TABLE.read_text(encoding="utf-8")).items():
         owner, _, argument = name.rpartition("/")
         if argument in takes and (owner == family or type(model).__name__.startswith(owner)):
-            found[argument] = make(model, batch, generator)
+            found[argument] = None if how is None else _MAKERS[how[0]](given, *how[1:])
     return found
 
 
-def _draw(high: int, *shape: int) -> Maker:
-    """Draw random integers below `high`; -1 in `shape` stands for the batch's size in that dimension."""
-
-    def make(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
-        sizes = next(iter(batch.values())).shape
-        whole = [sizes[index] if size == -1 else size for index, size in enumerate(shape)]
-        return torch.randint(0, high, whole, generator=generator)
-
-    return make
+_TABLE = Path(__file__).with_suffix(".json")
 
 
-def _draw_above(low: int, high: int, *shape: int) -> Maker:
-    """Draw random integers from `low` on and below `high`; see `_draw`."""
-    return lambda *given: _draw(high - low, *shape)(*given) + low
+class _Given(NamedTuple):
+    """What a maker knows: the model, the inputs made so far, and the source of random numbers."""
+
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+    generator: torch.Generator
+
+    def sizes(self, shape: tuple[int, ...]) -> list[int]:
+        """Return a shape in which -1 stands for the size of the batch in that dimension."""
+        known = next(iter(self.batch.values())).shape
+        return [known[index] if size == -1 else size for index, size in enumerate(shape)]
+
+    @property
+    def rows(self) -> int:
+        return self.sizes((-1,))[0]
+
+    @property
+    def text(self) -> Tensor:
+        return self.batch["input_ids"]
 
 
-def _draw_rows(high: int, count: int, length: int) -> Maker:
+def _integers(given: _Given, high: int, *shape: int) -> Tensor:
+    """Draw random integers below `high`."""
+    return torch.randint(0, high, given.sizes(shape), generator=given.generator)
+
+
+def _sequences(given: _Given, high: int, count: int, length: int) -> Tensor:
     """Draw `count` sequences of random integers below `high` for each row, [rows * count, length]."""
-    return lambda *given: _draw(high, -1, count, length)(*given).flatten(0, 1)
+    return _integers(given, high, -1, count, length).flatten(0, 1)
 
 
-def _noise(*shape: int) -> Maker:
-    """Draw standard normal numbers; -1 in `shape` stands for the number of rows of the batch."""
-
-    def make(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
-        rows = next(iter(batch.values())).shape[0]
-        return torch.randn(*[rows if size == -1 else size for size in shape], generator=generator)
-
-    return make
+def _noise(given: _Given, *shape: int) -> Tensor:
+    """Draw standard normal numbers; each -1 in `shape` stands for the number of rows of the batch."""
+    return torch.randn(*[given.rows if size == -1 else size for size in shape], generator=given.generator)
 
 
-def _first_marked(_: nn.Module, batch: Mapping[str, Tensor], __: torch.Generator) -> Tensor:
-    marks = torch.zeros_like(batch["input_ids"])
+def _per_token(given: _Given, *width: int) -> Tensor:
+    """Draw standard normal numbers for each token of the text, [rows, tokens, *width]."""
+    return torch.randn(*given.text.shape, *width, generator=given.generator)
+
+
+def _images(given: _Given, count: int | None = None, size: int = 16) -> Tensor:
+    """Draw an image for each row, or `count` of them."""
+    return _noise(given, -1, *(() if count is None else (count,)), 3, size, size)
+
+
+def _boxes(given: _Given, is_ordered: bool = False, in_shares: bool = False) -> Tensor:
+    """Draw a box for each token, [rows, tokens, 4]: in pixels below 60, or in shares of 60."""
+    boxes = _integers(given, 60, -1, -1, 4)
+    boxes = boxes.sort(-1).values if is_ordered else boxes
+    return boxes / 60 if in_shares else boxes
+
+
+def _kept(given: _Given, count: int | None = None) -> Tensor:
+    """Draw positions of tokens that are not padding, [rows, count]; [rows] without a count."""
+    weights = given.batch["attention_mask"].float()
+    drawn = torch.multinomial(weights, count or 1, replacement=True, generator=given.generator)
+    return drawn if count else drawn[:, 0]
+
+
+def _first_marked(given: _Given) -> Tensor:
+    marks = torch.zeros_like(given.text)
     marks[..., 0] = 1
     return marks
 
 
-def _nothing(*_: Any) -> None:
-    """Leave the argument out: the model's default is meant."""
-
-
-def _ones(*shape: int) -> Maker:
-    """Make ones; -1 in `shape` stands for the batch's size in that dimension."""
-    return lambda *given: torch.ones_like(_draw(2, *shape)(*given))
-
-
-def _images(count: int | None = None, size: int = 16) -> Maker:
-    """Draw an image for each row, or `count` of them."""
-    return _noise(-1, *(() if count is None else (count,)), 3, size, size)
-
-
-def _with_placeholders(count: int, token: int) -> Maker:
+def _placeholders(given: _Given, count: int, token: int) -> Tensor:
     """Put `count` placeholders of an image, or of sound, into each text, from the second token on."""
-
-    def make(_: nn.Module, batch: Mapping[str, Tensor], __: torch.Generator) -> Tensor:
-        tokens = batch["input_ids"].clone()
-        tokens[:, 1 : 1 + count] = token
-        return tokens
-
-    return make
-
-
-def _marked_placeholders(count: int) -> Maker:
-    def make(_: nn.Module, batch: Mapping[str, Tensor], __: torch.Generator) -> Tensor:
-        marks = torch.zeros_like(batch["input_ids"])
-        marks[:, 1 : 1 + count] = 1
-        return marks
-
-    return make
-
-
-def _frames(model: nn.Module, batch: Mapping[str, Tensor], _: torch.Generator) -> Tensor:
-    """Put the mark of speech and three frames of sound into each text."""
-    tokens = batch["input_ids"].clamp(min=8)
-    tokens[:, 4] = model.config.audio_bos_token_id
-    tokens[:, 5:8] = model.config.audio_latent_token_id
+    tokens = given.text.clone()
+    tokens[:, 1 : 1 + count] = token
     return tokens
 
 
-def _first_or_none(_: nn.Module, batch: Mapping[str, Tensor], __: torch.Generator) -> Tensor:
+def _marked_placeholders(given: _Given, count: int) -> Tensor:
+    marks = torch.zeros_like(given.text)
+    marks[:, 1 : 1 + count] = 1
+    return marks
+
+
+def _frames(given: _Given) -> Tensor:
+    """Put the mark of speech and three frames of sound into each text."""
+    tokens = given.text.clamp(min=8)
+    tokens[:, 4] = given.model.config.audio_bos_token_id
+    tokens[:, 5:8] = given.model.config.audio_latent_token_id
+    return tokens
+
+
+def _first_or_none(given: _Given) -> Tensor:
     """Link each token to the first one, and the first to nothing, which is the index behind the last token."""
-    mask = batch["attention_mask"]
+    mask = given.batch["attention_mask"]
     first = mask.argmax(1, keepdim=True)
     return first.expand(mask.shape).scatter(1, first, mask.shape[1])
 
 
-def _kept(count: int) -> Maker:
-    """Draw positions of tokens that are not padding, [rows, count]."""
-
-    def make(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
-        return torch.multinomial(batch["attention_mask"].float(), count, replacement=True, generator=generator)
-
-    return make
-
-
-def _shares(*shape: int) -> Maker:
-    """Draw shares that add up to 1 in the last dimension."""
-    return lambda *given: _noise(*shape)(*given).softmax(-1)
-
-
-def _per_token(*width: int) -> Maker:
-    """Draw standard normal numbers for each token of the text, [rows, tokens, *width]."""
-    return lambda _, batch, generator: torch.randn(*batch["input_ids"].shape, *width, generator=generator)
-
-
-def _phrases(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+def _phrases(given: _Given) -> Tensor:
     """Make texts of two phrases between the marks that Grounding DINO looks for: [CLS] a b . c . [SEP]."""
-    rows = batch["input_ids"].shape[0]
-    texts = torch.tensor([101, 0, 0, 1012, 0, 1012, 102]).repeat(rows, 1)
-    texts[:, [1, 2, 4]] = torch.randint(5, 95, (rows, 3), generator=generator)
+    texts = torch.tensor([101, 0, 0, 1012, 0, 1012, 102]).repeat(given.rows, 1)
+    texts[:, [1, 2, 4]] = torch.randint(5, 95, (given.rows, 3), generator=given.generator)
     return texts
 
 
-def _targets(_: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> list[dict[str, Tensor]]:
-    """Make boxes whose classes are the two phrases."""
-    return detection_targets(batch["input_ids"].shape[0], 2, (64, 64), generator)
-
-
-_box = _draw(60, -1, -1, 4)
-
-
-def _ordered_box(*given: Any) -> Tensor:
-    return _box(*given).sort(-1).values
-
-
-# "argument", "family/argument" or "Class/argument" -> function that makes the argument.
-_INPUTS: Mapping[str, Maker] = {
-    "AlbertForPreTraining/sentence_order_label": _draw(2, -1),
-    "ElectraForPreTraining/labels": _draw(2, -1, -1),
-    "FunnelForPreTraining/labels": _draw(2, -1, -1),
-    "audio_spectrogram_transformer/input_values": _noise(-1, 40, 24),
-    "videomae/pixel_values": _noise(-1, 4, 3, 16, 16),
-    "vivit/pixel_values": _noise(-1, 4, 3, 16, 16),
-    "wav2vec2_bert/input_features": _noise(-1, 12, 24),
-    "LukeForEntity/entity_ids": _draw(20, -1, 2),
-    "LukeForEntity/entity_attention_mask": lambda *given: torch.ones_like(_draw(20, -1, 2)(*given)),
-    "LukeForEntity/entity_position_ids": _draw(9, -1, 2, 3),
-    "LukeForEntity/entity_token_type_ids": _draw(2, -1, 2),
-    "LukeForEntityClassification/labels": _draw(2, -1),
-    "LukeForEntityPairClassification/labels": _draw(2, -1),
-    "LukeForEntitySpanClassification/labels": _draw(2, -1, 2),
-    "LukeForEntity/entity_start_positions": _draw(9, -1, 2),
-    "LukeForEntity/entity_end_positions": _draw(9, -1, 2),
-    "LongformerForQuestionAnswering/global_attention_mask": _first_marked,
-    "LongformerForMultipleChoice/global_attention_mask": _first_marked,
-    "speech_to_text/input_features": _noise(-1, 24, 80),
-    "seamless_m4t/input_features": _noise(-1, 24, 160),
-    "seamless_m4t_v2/input_features": _noise(-1, 24, 160),
-    "xmod/lang_ids": _draw(2, -1),
-    "whisper/input_features": _noise(-1, 80, 128),
-    "siglip2/pixel_values": _noise(-1, 16, 48),
-    "siglip2/pixel_attention_mask": lambda _, batch, __: torch.ones(len(batch["pixel_values"]), 16, dtype=torch.int64),
-    "siglip2/spatial_shapes": lambda _, batch, __: torch.full((len(batch["pixel_values"]), 2), 4),
-    "timesformer/pixel_values": _noise(-1, 8, 3, 16, 16),
-    "vilt/pixel_values": _noise(-1, 3, 16, 16),
-    "ViltForQuestionAnswering/labels": lambda *given: _noise(-1, 2)(*given).softmax(-1),
-    "lasr/input_features": _noise(-1, 40, 128),
-    "lasr/attention_mask": lambda _, batch, __: torch.ones(batch["input_features"].shape[:2], dtype=torch.int64),
-    "bros/bbox": lambda *given: _box(*given) / 60,
-    "layoutlmv3/bbox": _box,
-    "lilt/bbox": _ordered_box,
-    "bros/bbox_first_token_mask": lambda _, batch, __: batch["attention_mask"].bool(),
-    "blip_2/pixel_values": _images(),
-    "blip_2/input_ids": _with_placeholders(2, 99),
-    "bridgetower/pixel_values": _images(),
-    "BridgeTowerForMaskedLM/pixel_mask": _nothing,
-    "kosmos2/pixel_values": _images(),
-    "kosmos2/image_embeds_position_mask": _marked_placeholders(2),
-    "ViltForImagesAndText/pixel_values": _images(2),
-    "ViltForImagesAndText/labels": _draw(2, -1),
-    "XmodForMultipleChoice/lang_ids": lambda *_: torch.tensor(1),
-    "granite_speech5/input_features": _noise(-1, 48, 96),
-    **dict.fromkeys(
-        ("SplinterForQuestionAnswering/start_positions", "SplinterForQuestionAnswering/end_positions"),
-        lambda *given: _kept(1)(*given)[:, 0],
-    ),
-    "SplinterForPreTraining/question_positions": _kept(2),
-    "SplinterForPreTraining/start_positions": _kept(2),
-    "SplinterForPreTraining/end_positions": _kept(2),
-    "TapasForQuestionAnswering/token_type_ids": _draw(2, -1, -1, 7),
-    "TapasForQuestionAnswering/labels": _draw(2, -1, -1),
-    "VisualBertFor/visual_embeds": _noise(-1, 4, 16),
-    "VisualBertFor/visual_attention_mask": _ones(-1, 4),
-    "VisualBertForMultipleChoice/visual_embeds": _noise(-1, 3, 4, 16),
-    "VisualBertForMultipleChoice/visual_attention_mask": _ones(-1, 3, 4),
-    "VisualBertForPreTraining/labels": lambda _, batch, __: torch.nn.functional.pad(
-        batch["input_ids"], (0, 4), value=-100
-    ),
-    "VisualBertForQuestionAnswering/labels": _shares(-1, 2),
-    "VisualBertForRegionToPhraseAlignment/region_to_phrase_position": _draw(9, -1, 4),
-    "VisualBertForRegionToPhraseAlignment/labels": _shares(-1, 4, 4),
-    "perceiver/pixel_values": _images(),
-    "pp_formulanet/pixel_values": _images(),
-    "pp_formulanet/decoder_input_ids": _draw(90, -1, 7),
-    "pp_formulanet/labels": _draw(90, -1, 7),
-    "pp_formulanet/input_ids": _nothing,
-    "pp_formulanet/attention_mask": _nothing,
-    "SeamlessM4TTextToUnit/inputs_embeds": _per_token(32),
-    "SeamlessM4Tv2TextToUnit/inputs_embeds": _per_token(32),
-    "SeamlessM4TTextToUnit/input_ids": _nothing,
-    "SeamlessM4Tv2TextToUnit/input_ids": _nothing,
-    "CsmForConditionalGeneration/input_ids": _draw(15, -1, -1, 4),
-    "CsmForConditionalGeneration/labels": _draw(15, -1, -1, 4),
-    "Qwen3OmniMoeTalker/inputs_embeds": _per_token(32),
-    "Qwen3OmniMoeTalker/talker_input_ids": lambda _, batch, __: batch["input_ids"],
-    "Qwen3OmniMoeTalker/input_ids": _nothing,
-    "depth_pro/pixel_values": _images(size=64),
-    **dict.fromkeys(("superglue/pixel_values", "lightglue/pixel_values"), _images(2, 32)),
-    "vitpose/dataset_index": _draw(4, -1),
-    "omdet_turbo/classes_input_ids": _draw_rows(90, 2, 5),
-    "omdet_turbo/classes_attention_mask": lambda *given: torch.ones_like(_draw_rows(90, 2, 5)(*given)),
-    "omdet_turbo/tasks_input_ids": _draw(90, -1, 7),
-    "omdet_turbo/tasks_attention_mask": _ones(-1, 7),
-    "omdet_turbo/classes_structure": lambda *given: _draw_above(2, 3, -1)(*given),
-    "SpeechT5ForSpeechToSpeech/decoder_input_values": _noise(-1, 6, 8),
-    "efficientloftr/pixel_values": _noise(-1, 2, 1, 64, 64),
-    "kyutai_speech_to_text/input_ids": _draw(15, -1, -1, 5),
-    "kyutai_speech_to_text/labels": _draw(90, -1, -1),
-    "molmo2/mm_token_type_ids": _draw(1, -1, -1),
-    "PerceiverForMaskedLM/labels": _draw(90, -1, 64),
-    "shieldgemma2/labels": lambda _, batch, __: batch["input_ids"],
-    **dict.fromkeys(("pocket_tts/input_ids", "gradium_phonon_tts/input_ids"), _frames),
-    **dict.fromkeys(("pocket_tts/labels", "gradium_phonon_tts/labels"), _noise(-1, 3, 32)),
-    "granite_speech5/attention_mask": _ones(-1, 48),
-    "BrosSpadeEL/labels": _first_or_none,
-    "higgs_audio_v2/input_ids": _with_placeholders(3, 99),
-    "higgs_audio_v2/audio_input_ids": _draw(16, -1, 3, 4),
-    "higgs_audio_v2/audio_labels": _draw(16, -1, 3, 4),
-    "higgs_audio_v2/audio_input_ids_mask": lambda *given: _ones(-1, 3)(*given).bool(),
-    "SeamlessM4Tv2TextToUnit/char_input_ids": _draw(90, -1, -1),
-    "SeamlessM4Tv2TextToUnit/char_count_per_id": _ones(-1, -1),
-    "BlipFor/pixel_values": _images(),
-    "canary/input_features": _noise(-1, 48, 24),
-    "cohere_asr/input_features": _noise(-1, 48, 24),
-    "BlipForQuestionAnswering/labels": _draw(90, -1, 7),
-    "clipseg/pixel_values": _images(),
-    "clipseg/conditional_pixel_values": _nothing,
-    "clipseg/labels": lambda *given: _noise(-1, 16, 16)(*given).sigmoid(),
-    "dia/decoder_input_ids": _draw(90, -1, 7, 3),
-    "dia/labels": _draw_rows(90, 3, 7),
-    "git/pixel_values": _images(),
-    **dict.fromkeys(("grounding_dino/pixel_values", "mm_grounding_dino/pixel_values"), _images(size=64)),
-    **dict.fromkeys(("grounding_dino/input_ids", "mm_grounding_dino/input_ids"), _phrases),
-    **dict.fromkeys(("grounding_dino/attention_mask", "mm_grounding_dino/attention_mask"), _ones(-1, 7)),
-    **dict.fromkeys(("grounding_dino/labels", "mm_grounding_dino/labels"), _targets),
-    "idefics/pixel_values": _images(1),
-    "idefics/image_attention_mask": _ones(-1, -1, 1),
-    "instructblip/pixel_values": _images(),
-    "instructblip/input_ids": _with_placeholders(2, 99),
-    "instructblip/qformer_input_ids": _draw(90, -1, 4),
-    "instructblipvideo/pixel_values": _images(2),
-    "instructblipvideo/input_ids": _with_placeholders(4, 99),
-    "instructblipvideo/qformer_input_ids": _draw(90, -1, 4),
-    "lxmert/visual_feats": _noise(-1, 5, 16),
-    "lxmert/visual_pos": _noise(-1, 5, 4),
-    "LxmertForPreTraining/matched_label": _draw(2, -1),
-    "LxmertForPreTraining/ans": _draw(8, -1),
-    "LxmertForQuestionAnswering/labels": _draw(8, -1),
-    "moonshine/input_values": _noise(-1, 2000),
-    "omniasr_ctc/input_values": _noise(-1, 1, 500),
-    "moonshine_streaming/input_values": _noise(-1, 640),
-    **dict.fromkeys(("musicgen/labels", "musicgen_melody/labels"), _draw_above(3, 90, -1, 7, 4)),
-    **dict.fromkeys(("MusicgenForCausalLM/input_ids", "MusicgenMelodyForCausalLM/input_ids"), _nothing),
-    **dict.fromkeys(("MusicgenForCausalLM/attention_mask", "MusicgenMelodyForCausalLM/attention_mask"), _nothing),
-    **{
-        f"{family}/{name}": make
-        for family in ("parakeet", "nemotron_asr_streaming", "nemotron3_5_asr")
-        for name, make in (("input_features", _noise(-1, 48, 24)), ("attention_mask", _ones(-1, 48)))
-    },
-    **{
-        f"{name}/{argument}": make
-        for name in ("ParakeetForRNNT", "NemotronAsrStreamingForRNNT", "Nemotron3_5AsrForRNNT")
-        for argument, make in (("labels", _draw_above(3, 90, -1, 3)), ("decoder_input_ids", _draw_above(3, 90, -1, 4)))
-    },
-    "nemotron3_5_asr/prompt_ids": _draw(4, -1),
-    "rag/context_input_ids": _draw_rows(90, 2, 9),
-    "rag/context_attention_mask": lambda *given: torch.ones_like(_draw_rows(90, 2, 9)(*given)),
-    "rag/labels": _draw_above(3, 90, -1, 7),
-    "rag/doc_scores": _noise(-1, 2),
-    "seggpt/pixel_values": _images(size=8),
-    "seggpt/prompt_pixel_values": _images(size=8),
-    "seggpt/prompt_masks": _images(size=8),
-    "seggpt/labels": _images(size=8),
-    **dict.fromkeys(("SpeechT5ForTextToSpeech/labels", "SpeechT5ForSpeechToSpeech/labels"), _noise(-1, 6, 8)),
-    **dict.fromkeys(
-        ("SpeechT5ForTextToSpeech/speaker_embeddings", "SpeechT5ForSpeechToSpeech/speaker_embeddings"), _noise(-1, 8)
-    ),
-    "tvp/pixel_values": _noise(-1, 2, 3, 64, 64),
-    "tvp/labels": lambda *given: _noise(3, -1)(*given).sigmoid().sort(0, descending=True).values,
-    "udop/bbox": lambda *given: _ordered_box(*given) / 60,
-    "voxtral_realtime/input_features": lambda _, batch, generator: torch.randn(
-        batch["input_ids"].shape[0], 128, 8 * batch["input_ids"].shape[1], generator=generator
-    ),
+_MAKERS: Mapping[str, Callable[..., Any]] = {
+    "boxes": _boxes,
+    "chances": lambda given, *shape: _noise(given, *shape).sigmoid(),
+    "filled": lambda given, value, *shape: torch.full(given.sizes(shape), value),
+    "first_marked": _first_marked,
+    "first_or_none": _first_or_none,
+    "frames": _frames,
+    "images": _images,
+    "integers": _integers,
+    "integers_from": lambda given, low, high, *shape: low + _integers(given, high - low, *shape),
+    "kept": _kept,
+    "marked_placeholders": _marked_placeholders,
+    "marks": lambda given, *shape: torch.ones_like(_integers(given, 2, *shape)).bool(),
+    "noise": _noise,
+    "not_padding": lambda given: given.batch["attention_mask"].bool(),
+    "ones": lambda given, *shape: torch.ones_like(_integers(given, 2, *shape)),
+    "ones_of_sequences": lambda given, count, length: torch.ones_like(_sequences(given, 2, count, length)),
+    "per_token": _per_token,
+    "phrases": _phrases,
+    "placeholders": _placeholders,
+    "sequences": _sequences,
+    "shares": lambda given, *shape: _noise(given, *shape).softmax(-1),
+    # Pictures of sound, [rows, bands, frames for each token * tokens].
+    "sound_of_text": lambda given, bands, frames: _noise(given, -1, bands, frames * given.text.shape[1]),
+    "spans": lambda given: _noise(given, 3, -1).sigmoid().sort(0, descending=True).values,
+    "targets": lambda given: detection_targets(given.rows, 2, (64, 64), given.generator),
+    "text": lambda given: given.text,
+    "text_then_ignored": lambda given, count: torch.nn.functional.pad(given.text, (0, count), value=-100),
 }

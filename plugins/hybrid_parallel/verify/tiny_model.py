@@ -1,26 +1,31 @@
 """Build the tiny model: the same class and configuration, with small sizes instead of large ones.
 
-Fields are recognized by their names. Nothing here depends on the model family, except for the fields in
-`family_fields`.
+Fields are recognized by their names. Nothing here depends on the model family, except for `family_fields.json`: the
+fields of a family in addition to the usual small sizes, by model_type, or by the class of a configuration without one.
+`like` names groups of fields, and "DEFAULT" stands for the default of the configuration's class. `switches` has what
+defaults leave out and checkpoints have, or a plan may leave out: tests train with it, and a tiny model of a user's
+configuration has what that says.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.verify.family_fields import DEFAULT, FIELDS, SWITCHES
 from plugins.hybrid_parallel.verify.random_batch import batch_for
 from shardformer.distributed.random import random_numbers_apart
 
+_TABLE = Path(__file__).parent / "family_fields.json"
 _INDEXES = ("idx", "indices", "indexes")
 _PERIODS = ("period", "interval", "every_n", "pattern", "sparse_step", "layer_step")
 
@@ -282,8 +287,8 @@ def small_values(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = 
         if isinstance(fields.get(name), dict) and (sizes.is_faithful or "mrope_section" in fields[name]):
             values[name] = _small_rope(fields[name], getattr(config, "partial_rotary_factor", None))
     kind = config.model_type or type(config).__name__
-    values = _with_special(values, FIELDS.get(kind, {}))
-    return values if sizes.is_faithful else _with_special(values, SWITCHES.get(kind, {}))
+    values = _with_special(values, family_fields(kind, "fields"))
+    return values if sizes.is_faithful else _with_special(values, family_fields(kind, "switches"))
 
 
 def _small_layers(config: Any, values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
@@ -417,9 +422,19 @@ def _small_rope(own: Mapping[str, Any], share: float | None) -> dict[str, Any]:
     return small
 
 
+def family_fields(kind: str, section: str) -> dict[str, Any]:
+    """Return what `family_fields.json` has for a family, in its section "fields" or "switches": field -> value."""
+    table = json.loads(_TABLE.read_text(encoding="utf-8"))
+    own = table[section].get(kind, {})
+    found: dict[str, Any] = {}
+    for fields in (*(table["groups"][name] for name in own.get("like", ())), own):
+        found |= {name: value for name, value in fields.items() if name not in ("like", "why")}
+    return found
+
+
 def _with_special(values: dict[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in special.items():
-        if value is DEFAULT:
+        if value == "DEFAULT":
             values.pop(name, None)
         else:
             values[name] = {**values[name], **value} if isinstance(value, dict) and name in values else value
