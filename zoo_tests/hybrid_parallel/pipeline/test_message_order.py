@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from plugins.hybrid_parallel.pipeline.message_order import Turn, order_messages
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
@@ -45,9 +47,6 @@ def _sizes(name: str, ranks: Iterable[int], microbatches: Iterable[int]) -> Iter
                 yield from ((num_ranks, chunks, _steps(count, equal)) for equal in (True, False))
 
 
-_ALL_SIZES = pytest.param(True, marks=pytest.mark.campaign)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_deadlock_if_every_call_waits_for_the_device(name: str) -> None:
     for num_ranks, chunks, steps in _sizes(name, (2, 3, 4), (1, 2, 5)):
@@ -62,13 +61,18 @@ def test_no_deadlock_under_any_rule(name: str) -> None:
             assert blocked_calls(programs, rules) == {}, (num_ranks, chunks, rules)
 
 
-@pytest.mark.parametrize("every", [pytest.param(False, marks=pytest.mark.slow), _ALL_SIZES])
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(list(SCHEDULES)), st.integers(2, 8), st.integers(1, 16), st.data())
+def test_no_deadlock_at_any_size(name: str, num_ranks: int, microbatches: int, data: st.DataObject) -> None:
+    _, chunks, steps = data.draw(st.sampled_from(list(_sizes(name, (num_ranks,), (microbatches,)))))
+    assert blocked_calls(host_programs(name, num_ranks, chunks, steps), STRICTEST) == {}
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("num_ranks", range(2, 9))
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_deadlock_at_any_size(name: str, num_ranks: int, every: bool) -> None:
-    """With `every` number of micro-batches up to 16; the suite has one, as many as ranks, and one fewer and more."""
-    microbatches = range(1, 17) if every else {1, num_ranks - 1, num_ranks, num_ranks + 1}
-    for _, chunks, steps in _sizes(name, (num_ranks,), microbatches):
+def test_no_deadlock_at_all_sizes(name: str, num_ranks: int) -> None:
+    for _, chunks, steps in _sizes(name, (num_ranks,), range(1, 17)):
         assert blocked_calls(host_programs(name, num_ranks, chunks, steps), STRICTEST) == {}, (chunks, steps)
 
 
