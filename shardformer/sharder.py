@@ -14,7 +14,7 @@ from shardformer.attention import log_once
 from shardformer.attention.packed_mixers import keep_documents_apart
 from shardformer.distributed.blocks import blocks_of
 from shardformer.expert_parallel.experts import check_experts, shard_experts
-from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput, for_quantised
+from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.loss.routers import routers_are_asked
 from shardformer.policies.backbone import BackbonePolicy
@@ -268,7 +268,7 @@ class ModelSharder:
         if target is not None and native in self.kept:
             target.keep_whole(native, self.config.group, **options)
         elif target is not None:
-            new = for_quantised(target, native).from_native_module(native, self.config.group, **options)
+            new = target.from_native_module(native, self.config.group, **options)
             carry_over(native, new)
             replace_module(module, replacement.suffix, new)
         if replacement.gathers_sequence:

@@ -6,7 +6,6 @@ from shardformer.layers.linear import ColumnParallelLinear, MultiQueryLinear, Ro
 from shardformer.layers.lm_head import GatheredLMHead, VocabParallelLMHead, parallel_logits
 from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.layers.quantised_linear import for_quantised
 from shardformer.layers.state_space import GatedRMSNorm, StateSpaceProjection
 
 __all__ = [
@@ -25,6 +24,5 @@ __all__ = [
     "StateSpaceProjection",
     "VocabParallelEmbedding",
     "VocabParallelLMHead",
-    "for_quantised",
     "parallel_logits",
 ]

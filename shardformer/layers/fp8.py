@@ -12,7 +12,8 @@ from torch import nn
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers.lm_head import VocabParallelLMHead
 from shardformer.layers.replicated_linear import replicated_linear
-from shardformer.matmul.backends import FP8_RECIPES, Float8Matmul
+from shardformer.matmul.float8 import FP8_RECIPES, Float8
+from shardformer.matmul.native import Native
 from shardformer.utils.derived_modules import replace_modules
 from shardformer.utils.structure import remembered
 
@@ -26,16 +27,16 @@ _NEEDED = {
 
 
 def multiply_in_fp8(model: nn.Module, recipe: str = "tensorwise") -> None:
-    """Let the linear layers inside the model's lists of layers multiply in FP8, by a recipe of `matmul/backends.py`.
+    """Let the linear layers inside the model's lists of layers multiply in FP8, by a recipe of `matmul/float8.py`.
 
     Embeddings, heads and other modules outside of these lists keep their precision, as do norms, attention, routers
     and stacked experts.
     """
     in_lists = [module for path, module in model.named_modules() if _is_in_a_list(path)]
     found = {module: layer for module in in_lists if (layer := _fp8_layer(module)) is not None}
-    backend = FP8_RECIPES[recipe]()
+    kernel = FP8_RECIPES[recipe]()
     for layer in found.values():
-        layer.matmul_backend = backend
+        layer.kernel = kernel
     replace_modules(model, found)
     if not found:
         _log.warning("%s has no linear layers in a list of layers: nothing multiplies in 8 bit", type(model).__name__)
@@ -45,14 +46,13 @@ def multiply_in_fp8(model: nn.Module, recipe: str = "tensorwise") -> None:
 def weights_rounded_once(model: nn.Module) -> Iterator[None]:
     """Let layers that multiply in FP8 round their weights once in this context, in which weights must not change."""
     with ExitStack() as stack:
-        for backend in remembered(model, _fp8_backends):
-            stack.enter_context(backend.reusing_weights())
+        for kernel in remembered(model, _fp8_kernels):
+            stack.enter_context(kernel.reusing_weights())
         yield
 
 
-def _fp8_backends(model: nn.Module) -> set[Float8Matmul]:
-    found = {getattr(module, "matmul_backend", None) for module in model.modules()}
-    return {backend for backend in found if isinstance(backend, Float8Matmul)}
+def _fp8_kernels(model: nn.Module) -> set[Float8]:
+    return {module.kernel for module in model.modules() if isinstance(getattr(module, "kernel", None), Float8)}
 
 
 def check_fp8(device: torch.device, recipe: str = "tensorwise") -> None:
@@ -80,4 +80,6 @@ def _fp8_layer(module: nn.Module) -> nn.Module | None:
     """Return the layer that multiplies in FP8 instead of `module`, or `module` itself; None if it is not linear."""
     if isinstance(module, VocabParallelLMHead):
         return None
-    return module if isinstance(module, ColumnParallelLinear | RowParallelLinear) else replicated_linear(module)
+    if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        return module if type(module.kernel) is Native else None
+    return replicated_linear(module)

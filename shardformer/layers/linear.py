@@ -8,7 +8,6 @@ accepted. Parameters keep the layout of the native layer, so that a checkpoint n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.blocks import BlockedTensor, blocks_of, num_parts
+from shardformer.distributed.blocks import num_parts
 from shardformer.distributed.collectives import (
     copy_to_region,
     gather_features,
@@ -26,13 +25,22 @@ from shardformer.distributed.collectives import (
     split_features,
 )
 from shardformer.distributed.process_groups import LOCAL, ProcessGroups, new_group
-from shardformer.layers.blocked_linear import BlockedShard, blocked_linear
-from shardformer.layers.linear_autograd import ColumnLinear, GatheredLinear, RowLinear
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.matmul.weight_grad import MatmulLayer, autocast
-from shardformer.sequence_parallel.split_gather import SEQ_DIM, PendingGather, SequenceParallel, first_input
+from shardformer.matmul.blocked import Blocked
+from shardformer.matmul.kernel import LinearKernel
+from shardformer.matmul.native import NATIVE, MatmulLayer, is_transposed
+from shardformer.quantised import KINDS
+from shardformer.sequence_parallel.split_gather import PendingGather, SequenceParallel, first_input
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, parameter_like, shard_parameter
-from shardformer.utils.untraced import call_through, saved_results, untraced
+from shardformer.utils.untraced import call_through, untraced
+
+# The first that accepts a native layer cuts it and multiplies.
+KERNELS: tuple[LinearKernel, ...] = (*KINDS, Blocked(), NATIVE)
+
+
+def kernel_of(native: nn.Module, group: ProcessGroup) -> LinearKernel:
+    """Return the kernel of the shards of a native layer."""
+    return next(kernel for kernel in KERNELS if kernel.accepts(native, group))
 
 
 class ColumnParallelLinear(ParallelModule, MatmulLayer):
@@ -45,6 +53,7 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
         weight: local weight, [local out, in], or [in, local out] when `transposed`.
         bias: local bias [local out] or None.
         group: process group of the axis.
+        features: sharding of the output features, of one dim.
         transposed: the weight is stored as in `Conv1D`.
         gather_output: all-gather the output features.
         input_is_gathered: the input comes from a sequence-parallel gather, which already sums its gradient.
@@ -52,13 +61,14 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
 
     shards_layer = True
     can_stay_whole = True
-    multiplies_alone = False  # True if the weight is no matrix that several layers could share a node with
+    takes_kernels = True
 
     def __init__(
         self,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         group: ProcessGroup,
+        features: ShardSpec,
         *,
         transposed: bool = False,
         gather_output: bool = False,
@@ -66,50 +76,16 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.group = group
+        self.group, self.features = group, features
         self.transposed, self.gather_output, self.input_is_gathered = (transposed, gather_output, input_is_gathered)
         self.adds_bias = True  # False if a following activation adds it
-        self.full_out_features = weight.shard_spec.full_shape[1 if transposed else 0]
+        (self.full_out_features,) = features.full_shape
         self._shared_input: SharedInput | None = None
-        self._blocks = blocked_shard(weight, group, 0, transposed)
 
     @staticmethod
-    def from_native_module(
-        module: nn.Module,
-        process_group: ProcessGroup,
-        *,
-        num_heads: int | None = None,
-        part_size: int | None = None,
-        parts: tuple[Part, ...] | None = None,
-        divisible_by: int | None = None,
-        **kwargs: Any,
-    ) -> ColumnParallelLinear:
-        """Shard a native linear layer.
-
-        Args:
-            num_heads: attention heads in each part; a head is never split, and heads fewer than ranks are replicated.
-            part_size: features of each part of a fused projection (query, key, value); each part is sharded separately.
-            parts: the parts of a fused projection, if they differ in size.
-            divisible_by: pad the output features to a multiple of this times the number of ranks (vocabularies).
-
-        Raises:
-            TypeError: `module` is not a linear layer.
-            ValueError: `gather_output` is set for a fused projection or for heads.
-        """
-        transposed = is_transposed(module)
-        weight_dim = 1 if transposed else 0
-        features = column_spec(
-            module.weight.shape[weight_dim], process_group, num_heads, part_size, parts, divisible_by, **kwargs
-        )
-        grad_group = copies_group(process_group, features.copies)
-
-        def share(parameter: nn.Parameter, dim: int) -> nn.Parameter:
-            spec = replace(features, full_shape=tuple(parameter.shape), dim=dim)
-            return shard_parameter(parameter, spec, grad_group)
-
-        weight = share(module.weight, weight_dim)
-        bias = None if module.bias is None else share(module.bias, 0)
-        return ColumnParallelLinear(weight, bias, process_group, transposed=transposed, **kwargs)
+    def from_native_module(module: nn.Module, process_group: ProcessGroup, **kwargs: Any) -> ColumnParallelLinear:
+        """Shard a native linear layer; see `column_layer`."""
+        return column_layer(ColumnParallelLinear, module, process_group, **kwargs)
 
     @staticmethod
     def keep_whole(module: nn.Module, process_group: ProcessGroup, **kwargs: Any) -> None:
@@ -135,11 +111,9 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
         """Compute [..., in] -> [..., local out]."""
         return _project(x, [self])[0]
 
-    def local(self, x: Tensor) -> Tensor:
-        """Compute [..., in] -> [..., local out] without communication."""
-        if isinstance(x, BlockedTensor):
-            return blocked_linear(x, self.weight, self.added_bias, self._blocks)
-        return self.linear(x, self.matrix, self.added_bias)
+    def copied(self, x: Tensor) -> Tensor:
+        """Let the gradient of an input that ranks share be summed over them."""
+        return x if self.input_is_gathered else copy_to_region(x, self.group)
 
     @property
     def added_bias(self) -> Tensor | None:
@@ -161,6 +135,8 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
         weight: local weight, [out, local in], or [local in, out] when `transposed`.
         bias: whole bias [out] or None.
         group: process group of the axis.
+        features: sharding of the input features, of one dim.
+        outputs: sharding of the output features, where the kernel cuts the weight between these; None otherwise.
         transposed: the weight is stored as in `Conv1D`.
         sequence: the sequence-parallel region that the output enters, or None.
         splits_input: the input is whole on every rank; each rank reads its own features.
@@ -168,13 +144,16 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
 
     shards_layer = True
     can_stay_whole = True
+    takes_kernels = True
 
     def __init__(
         self,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         group: ProcessGroup,
+        features: ShardSpec,
         *,
+        outputs: ShardSpec | None = None,
         transposed: bool = False,
         sequence: SequenceParallel | None = None,
         splits_input: bool = False,
@@ -183,7 +162,7 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
         self.weight, self.bias = weight, bias
         self.group, self.transposed, self.sequence = group, transposed, sequence
         self.splits_input, self.adds_bias = splits_input, True
-        self._blocks = blocked_shard(weight, group, 1, transposed)
+        self.features, self.outputs = features, outputs
 
     @staticmethod
     def from_native_module(
@@ -191,25 +170,26 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
         process_group: ProcessGroup,
         *,
         num_heads: int | None = None,
-        sequence: SequenceParallel | None = None,
-        splits_input: bool = False,
+        **kwargs: Any,
     ) -> RowParallelLinear:
         """Shard a native linear layer; `num_heads` attention heads along the input are never split."""
-        transposed = is_transposed(module)
-        weight_dim = 0 if transposed else 1
-        features = row_spec(module.weight.shape[weight_dim], process_group, num_heads)
-        rank, world_size = features.rank, features.world_size
-        spec = replace(features, full_shape=tuple(module.weight.shape), dim=weight_dim)
-        weight = shard_parameter(module.weight, spec)
+        kernel = kernel_of(module, process_group)
+        num_out, num_in = kernel.shape(module)
+        features = row_spec(num_in, process_group, num_heads)
+        outputs = None if kernel.cuts_inputs(module, features) else row_spec(num_out, process_group)
+        weight = kernel.cut(module, outputs or features, 1 if outputs is None else 0)
         bias = module.bias
         if bias is not None:
             # Under sequence parallelism the bias is added to this rank's tokens only: its gradient is a partial sum.
             bias = parameter_like(bias, bias.data)
-            replicated = ShardSpec(tuple(bias.shape), rank=rank, world_size=world_size)
-            annotate(bias, replicated, None if sequence is None else sequence.grad_group)
-        return RowParallelLinear(
-            weight, bias, process_group, transposed=transposed, sequence=sequence, splits_input=splits_input
-        )
+            whole = ShardSpec(tuple(bias.shape), rank=features.rank, world_size=features.world_size)
+            sequence = kwargs.get("sequence")
+            annotate(bias, whole, None if sequence is None else sequence.grad_group)
+        kwargs |= {"outputs": outputs, "transposed": is_transposed(module)}
+        layer = RowParallelLinear(weight, bias, process_group, features, **kwargs)
+        layer.kernel = kernel
+        kernel.prepare(layer, module)
+        return layer
 
     @staticmethod
     def keep_whole(
@@ -231,30 +211,28 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
 
         call_through(module, of_joined)
 
+    @property
+    def matrix(self) -> Tensor:
+        """Return the local weight as [out, local in]."""
+        return self.weight.t() if self.transposed else self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """Compute [batch, seq, in] -> [batch, seq, out]; which of the two are shards depends on the layer."""
-        if self.splits_input:
-            x = split_features(x, self.weight.shard_spec, self.group)
-        weight = self.weight.t() if self.transposed else self.weight
-        is_blocked = isinstance(x, BlockedTensor)
-        if not torch.compiler.is_compiling() and saved_results.get() is not None and not is_blocked:
-            out = self._summed(*autocast(x, weight))
-        else:
-            out = blocked_linear(x, self.weight, None, self._blocks) if is_blocked else self.linear(x, weight)
-            out = reduce_from_region(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
+        out = self.kernel.rows(self, x)
         return out if self.bias is None or not self.adds_bias else out + self.bias.to(out.dtype)
 
-    def _summed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply and sum over ranks in one node, whose result is saved where the layer is recomputed by operators."""
-        if self.sequence is None:
-            return RowLinear.apply(x, weight, None, self.group, self)
-        if x.dim() == 2:
-            return self._summed(x.unflatten(0, (-1, self.sequence.length)), weight).flatten(0, 1)
-        return RowLinear.apply(x, weight, SEQ_DIM, self.group, self)
+    def own_features(self, x: Tensor) -> Tensor:
+        """Return this rank's features of the input."""
+        return split_features(x, self.features, self.group) if self.splits_input else x
+
+    def summed(self, out: Tensor) -> Tensor:
+        """Sum partial products over ranks: [..., out] on every rank, or this rank's slice of its sequence."""
+        return reduce_from_region(out, self.group) if self.sequence is None else self.sequence.reduce_scatter(out)
 
     def extra_repr(self) -> str:
         """Describe the shard for `repr`."""
-        return f"full_shape={self.weight.shard_spec.full_shape}, local_weight={tuple(self.weight.shape)}"
+        shapes = f"full_shape={self.weight.shard_spec.full_shape}, local_weight={tuple(self.weight.shape)}"
+        return shapes if self.outputs is None else f"{shapes}, cut=outputs"
 
 
 class SharedInput:
@@ -293,9 +271,36 @@ class SharedInput:
         return out
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Return whether the layers of this module can replace `module`."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+def column_layer(
+    cls: type[ColumnParallelLinear],
+    module: nn.Module,
+    group: ProcessGroup,
+    *,
+    gather_output: bool = False,
+    input_is_gathered: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Shard a native linear layer between its outputs, as a layer of a class.
+
+    Args:
+        gather_output, input_is_gathered: those of the class.
+        kwargs: of `column_spec`.
+
+    Raises:
+        TypeError: `module` is not a linear layer.
+        ValueError: `gather_output` is set for a fused projection or for heads.
+    """
+    kernel = kernel_of(module, group)
+    features = column_spec(kernel.shape(module)[0], group, gather_output=gather_output, **kwargs)
+    grad_group = copies_group(group, features.copies)
+    weight = kernel.cut(module, features, 0)
+    annotate(weight, weight.shard_spec, grad_group)
+    bias = None if module.bias is None else shard_parameter(module.bias, features, grad_group)
+    options = {"gather_output": gather_output, "input_is_gathered": input_is_gathered}
+    layer = cls(weight, bias, group, features, transposed=is_transposed(module), **options)
+    layer.kernel = kernel
+    kernel.prepare(layer, module)
+    return layer
 
 
 def column_spec(
@@ -308,7 +313,13 @@ def column_spec(
     gather_output: bool = False,
     **_: Any,
 ) -> ShardSpec:
-    """Return the sharding of a layer's output features, one dim; see `ColumnParallelLinear.from_native_module`.
+    """Return the sharding of a layer's output features, one dim.
+
+    Args:
+        num_heads: attention heads in each part; a head is never split, and heads fewer than ranks are replicated.
+        part_size: features of each part of a fused projection (query, key, value); each part is sharded separately.
+        parts: the parts of a fused projection, if they differ in size.
+        divisible_by: pad the output features to a multiple of this times the number of ranks (vocabularies).
 
     Raises:
         ValueError: `gather_output` is set for a fused projection or for heads.
@@ -356,23 +367,6 @@ def _features(module: nn.Module, name: str, dim: int) -> int:
     return module.weight.shape[1 - dim if transposed else dim]
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether the weight is stored [in, out].
-
-    Raises:
-        TypeError: the module is neither `nn.Linear` nor `Conv1D`.
-    """
-    if is_linear(module):
-        return not isinstance(module, nn.Linear)
-    raise TypeError(f"{type(module).__name__} is not a linear layer; name an nn.Linear or a Conv1D in the policy")
-
-
-def blocked_shard(weight: Tensor, group: ProcessGroup, dim: int, transposed: bool) -> BlockedShard | None:
-    """Return the blocks of a sharded weight [out, in], cut along `dim`; None if the axis does not compute in blocks."""
-    blocks = blocks_of(group)
-    return None if blocks is None else BlockedShard.of(blocks, weight.shard_spec, dim, transposed)
-
-
 def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
     """Return the `copies` adjacent ranks of `group` that hold the same key/value heads; None if `copies` is 1."""
     if copies == 1:
@@ -390,18 +384,10 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
 @untraced
 def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tensor]:
     """Compute [..., in] -> [..., local out] for each layer; all of them read `x`."""
-    if blocks_of(layers[0].group) is not None or any(layer.multiplies_alone for layer in layers):
-        x = x if layers[0].input_is_gathered else copy_to_region(x, layers[0].group)
-        return [layer.local(x) for layer in layers]
-    weights = [layer.matrix for layer in layers]
-    biases = [layer.added_bias for layer in layers]
-    pending = PendingGather.of(x)
-    if pending is not None:
-        return GatheredLinear.apply(pending.local, pending, layers[0], len(layers), *autocast(*weights, *biases))
-    if layers[0].input_is_gathered:
-        return [layers[0].linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    x, *parameters = autocast(x, *weights, *biases)
-    return ColumnLinear.apply(x, layers[0].group, layers[0], len(layers), *parameters)
+    kernel = layers[0].kernel
+    if any(layer.kernel is not kernel for layer in layers):
+        return LinearKernel.columns(kernel, layers, x)
+    return kernel.columns(layers, x)
 
 
 class MultiQueryLinear(ParallelModule, MatmulLayer):

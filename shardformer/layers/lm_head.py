@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.cross_entropy.deferred_logits import LMHeadCall, defer_logits
-from shardformer.distributed.blocks import blocks_of
-from shardformer.layers.linear import ColumnParallelLinear
+from shardformer.layers.linear import ColumnParallelLinear, column_layer
 from shardformer.layers.replicated_linear import Linear
+from shardformer.matmul.native import Native
 from shardformer.utils.customizations import stored_weight
 from shardformer.utils.derived_modules import derive
 from shardformer.utils.structure import remembered
@@ -31,13 +31,9 @@ class VocabParallelLMHead(ColumnParallelLinear):
     def from_native_module(
         module: nn.Module, process_group: ProcessGroup, *, divisible_by: int = 1, **kwargs: Any
     ) -> VocabParallelLMHead:
-        """Shard the native head; the vocabulary is padded like that of its embedding."""
-        column = ColumnParallelLinear.from_native_module(
-            module, process_group, divisible_by=divisible_by, gather_output=True, **kwargs
-        )
-        return VocabParallelLMHead(
-            column.weight, column.bias, process_group, transposed=column.transposed, gather_output=True
-        )
+        """Shard the native head; the vocabulary is padded like that of its embedding, with rows of zeros."""
+        options = {"divisible_by": divisible_by, "gather_output": True, **kwargs}
+        return column_layer(VocabParallelLMHead, module, process_group, **options)
 
     @staticmethod
     def keep_whole(module: nn.Module, process_group: ProcessGroup, **kwargs: Any) -> None:
@@ -47,7 +43,7 @@ class VocabParallelLMHead(ColumnParallelLinear):
     @property
     def vocab_range(self) -> tuple[int, int]:
         """Return first and end row of the vocabulary on this rank."""
-        start, stop, _ = self.weight.shard_spec.pieces()[0]
+        start, stop, _ = self.features.pieces()[0]
         return start, stop
 
 
@@ -126,7 +122,7 @@ def _deferring_heads(model: nn.Module) -> dict[nn.Module, type[nn.Module]]:
     for module in remembered(model, _modules_with_heads):
         if isinstance(module, VocabParallelLMHead):
             shares = module._shared_input is not None or module.input_is_gathered or not module.adds_bias
-            shares = shares or module.multiplies_alone or blocks_of(module.group) is not None
+            shares = shares or type(module.kernel) is not Native
             if type(module).forward is ColumnParallelLinear.forward and "forward" not in vars(module) and not shares:
                 heads[module] = _DeferringParallelHead
         else:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from shardformer.quantised import is_quantised
+from shardformer.quantised import is_quantised, kind_of_layer
 from shardformer.shard_spec import grad_group_of
 
 
@@ -30,11 +30,13 @@ class ParallelModule(nn.Module, ABC):
         needs_axis: whether the replacement only makes sense on a tensor-parallel axis of several ranks.
         shards_layer: whether it shards weights of a layer that stay whole when ranks exchange heads instead.
         can_stay_whole: whether the native layer, whole on every rank, can be kept instead of the replacement.
+        takes_kernels: whether its weight may be quantised.
     """
 
     needs_axis = True
     shards_layer = False
     can_stay_whole = False
+    takes_kernels = False
 
     @staticmethod
     @abstractmethod
@@ -64,6 +66,16 @@ class ParallelModule(nn.Module, ABC):
         Raises:
             TypeError: the number of features that the module reads or returns cannot be determined.
         """
+
+    @classmethod
+    def quantised_problem(cls, native: nn.Module) -> str | None:
+        """Return why this class cannot replace a quantised layer; None if it can, or if it is not quantised."""
+        kind = kind_of_layer(native)
+        if kind is None:
+            return None
+        if not cls.takes_kernels:
+            return f"{kind.name} weights, which a {cls.__name__} cannot cut; use tp_size=1 (dp, pp work)"
+        return kind.problem(native)
 
 
 def sum_partial_gradients(model: nn.Module) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from shardformer.matmul.weight_grad import MatmulLayer, WeightGradStore, embedding
+from shardformer.matmul.native import MatmulLayer
+from shardformer.matmul.weight_grad import WeightGradStore, embedding
 from shardformer.quantised import is_quantised
 from shardformer.utils.derived_modules import derive, replace_modules
 
@@ -23,7 +24,7 @@ class Linear(MatmulLayer, nn.Linear):
     adds_bias = True
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute what the native layer computes, with this rank's matmul backend."""
+        """Compute what the native layer computes, with its kernel."""
         return self.linear(input, self.weight, self.bias if self.adds_bias else None)
 
 
@@ -33,7 +34,7 @@ class Conv1D(MatmulLayer, nn.Module):
     adds_bias = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute what the native layer computes, with this rank's matmul backend."""
+        """Compute what the native layer computes, with its kernel."""
         return self.linear(x, self.weight.t(), self.bias if self.adds_bias else None)
 
 

@@ -21,6 +21,8 @@ from shardformer.utils.untraced import call_through
 class StateSpaceProjection(ColumnParallelLinear):
     """Column-parallel projection to [gate, channels, B and C, time steps], whose third part every rank gets whole."""
 
+    takes_kernels = False
+
     @staticmethod
     def from_native_module(
         module: nn.Module, process_group: ProcessGroup, *, parts: tuple[Part, ...]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.matmul.backends import NATIVE, MatmulBackend, no_view
+from shardformer.matmul.kernel import Products, no_view
 from shardformer.utils.untraced import untraced
 
 
@@ -40,6 +40,7 @@ def _is_eligible(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
+_NATIVE = Products()
 # (parameter, function that computes its gradient)
 DeferredWeightGrads = list[tuple[nn.Parameter, Callable[[], Tensor]]]
 # Called just before the product, with the product's dtype. Returns memory in the parameter's shape and whether to add
@@ -74,22 +75,6 @@ class WeightGradStore:
             self.splits, self.deferred = before
 
 
-class MatmulLayer:
-    """Base of the layers that compute x W^T + b by `linear`; a mixin of modules.
-
-    Attributes:
-        matmul_backend: computes the products.
-        weight_grad_store: defers the weight gradients of split backward passes; None if no pass is split.
-    """
-
-    matmul_backend: MatmulBackend = NATIVE
-    weight_grad_store: WeightGradStore | None = None
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute x W^T + b: [..., in] -> [..., out]."""
-        return linear(x, weight, bias, self.matmul_backend, self.weight_grad_store)
-
-
 def run_deferred(deferred: DeferredWeightGrads) -> None:
     """Run the second half: compute the deferred gradients and accumulate them in the parameters, hooks included."""
     for parameter, compute in deferred:
@@ -100,7 +85,7 @@ def run_deferred(deferred: DeferredWeightGrads) -> None:
 
 
 def weight_gradient(
-    weight: Tensor, flat_grad: Tensor, flat_x: Tensor, backend: MatmulBackend, store: WeightGradStore | None
+    weight: Tensor, flat_grad: Tensor, flat_x: Tensor, backend: Products, store: WeightGradStore | None
 ) -> Tensor | None:
     """Compute the gradient of `weight` in y = x W^T; in the first half of a split backward, defer it and return None.
 
@@ -138,9 +123,7 @@ def attach_grad_buffer(parameter: nn.Parameter, place: GradBuffer) -> None:
     parameter.grad_buffer = place
 
 
-def _compute(
-    parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, backend: MatmulBackend
-) -> Tensor:
+def _compute(parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, backend: Products) -> Tensor:
     """Compute the gradient of a parameter, in its shape."""
     offered = getattr(parameter, "grad_buffer", None)
     fits = offered is not None and backend.writes_gradients and flat_grad.dtype == flat_x.dtype
@@ -156,12 +139,12 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    backend: MatmulBackend = NATIVE,
+    backend: Products = _NATIVE,
     store: WeightGradStore | None = None,
 ) -> Tensor:
     """Compute x W^T + b: [..., in] -> [..., out]."""
     x, weight, bias = autocast(x, weight, bias)
-    if backend is NATIVE and not (store is not None and store.splits) and not _writes_to_buffer(weight):
+    if backend.is_native and not (store is not None and store.splits) and not _writes_to_buffer(weight):
         return F.linear(x, weight, bias)
     return _own_linear(x, weight, bias, backend, store)
 
@@ -178,7 +161,7 @@ def _writes_to_buffer(weight: Tensor) -> bool:
 
 @untraced
 def _own_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, backend: MatmulBackend, store: WeightGradStore | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, backend: Products, store: WeightGradStore | None
 ) -> Tensor:
     return _Linear.apply(x, weight, bias, backend, store)
 
@@ -200,7 +183,7 @@ def _transposed(weight: Tensor) -> Tensor | None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, backend: MatmulBackend, store: WeightGradStore | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, backend: Products, store: WeightGradStore | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight  # a saved tensor does not record whose transpose it is
@@ -212,7 +195,7 @@ class _Linear(torch.autograd.Function):
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         flat = matrix(grad)
         # The backend knows the parameter itself; recomputation saves another tensor of its values.
-        used = weight if ctx.backend is NATIVE else ctx.weight
+        used = weight if ctx.backend.is_native else ctx.weight
         grad_x = ctx.backend.grad_input(flat, used).view_as(x) if needs[0] else None
         grad_weight = None
         if needs[1] and torch.is_grad_enabled():  # double backward: native products are differentiable

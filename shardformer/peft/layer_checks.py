@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.layers.linear import is_linear
+from shardformer.matmul.native import is_linear
 from shardformer.peft.kinds import (
     IA3_LINEAR,
     LORA_LINEAR,

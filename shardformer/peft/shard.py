@@ -26,8 +26,7 @@ from shardformer.layers import (
     ParallelModule,
     RowParallelLinear,
 )
-from shardformer.layers.linear import is_transposed
-from shardformer.layers.quantised_linear import QuantisedColumnLinear, QuantisedRowLinear
+from shardformer.matmul.native import NATIVE, is_transposed
 from shardformer.peft.kinds import (
     IA3_LINEAR,
     LORA_LINEAR,
@@ -40,6 +39,7 @@ from shardformer.peft.kinds import (
 )
 from shardformer.peft.layer_checks import check_layers
 from shardformer.policies.base import Policy
+from shardformer.quantised import QuantisedWeight
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_parameter, spec_of
 from shardformer.stages.stage import StagePlaceholder
@@ -80,9 +80,9 @@ def keep_whole(parameters: Iterable[nn.Parameter], config: ShardConfig, grad_gro
 
 def _check_shape_of_cut(base: nn.Module, path: str, what: str) -> None:
     """Refuse layers that return or take whole tensors on every rank although their weight is sharded."""
-    if isinstance(base, QuantisedRowLinear) and base.outputs is not None:
+    if isinstance(base, RowParallelLinear) and base.outputs is not None:
         raise ValueError(
-            f"tp_size cuts the {base.quantised.name} weight of {path} between outputs, which is incompatible with "
+            f"tp_size cuts the {base.kernel.name} weight of {path} between outputs, which is incompatible with "
             f"peft's {what}, or tp_size=1 (dp, pp work)"
         )
     gathers = isinstance(base, ColumnParallelLinear) and base.gather_output
@@ -209,7 +209,9 @@ def _group_of_outputs(base: RowParallelLinear) -> ProcessGroup | None:
 
 def _cut_like(base: ParallelModule, native: nn.Linear, dim: int) -> ParallelModule:
     """Return a layer that works like `base`, with the weight of `native`; its `dim` is sharded like that of `base`."""
-    layer = base.plain() if isinstance(base, QuantisedColumnLinear | QuantisedRowLinear) else copy.copy(base)
+    layer = copy.copy(base)
+    if isinstance(base.kernel, QuantisedWeight):
+        layer.kernel = NATIVE
     bias = None if native.bias is None else _piece(base, native.bias, dim)
     vars(layer).pop("bias", None)  # a base layer without a bias has a None here, which would hide the parameter
     layer._parameters = {"weight": _piece(base, native.weight, dim), "bias": bias}

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from shardformer.quantised.four_bit import keep_format
 from shardformer.quantised.kinds import (
-    QuantisedWeight,
-    is_quantised,
+    KINDS,
     kind_of_layer,
     packed_layers,
     quantised_layers,
     quantised_name,
     stored_tensors,
 )
+from shardformer.quantised.weight import QuantisedWeight
+from shardformer.utils.customizations import is_quantised
 
 __all__ = [
+    "KINDS",
     "QuantisedWeight",
     "is_quantised",
     "keep_format",

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from shardformer.quantised.weight import QuantisedWeight
+from shardformer.quantised.weight import QuantisedWeight, is_layer_of
 from shardformer.shard_spec import ShardSpec, annotate
 
 
@@ -19,6 +19,10 @@ class EightBit(QuantisedWeight):
     """Weights of `bitsandbytes.nn.Linear8bitLt`."""
 
     name = "8-bit"
+
+    def is_kind_of(self, native: nn.Module) -> bool:
+        """Return whether it is a `Linear8bitLt`."""
+        return is_layer_of(native, "Linear8bitLt")
 
     def shape(self, module: nn.Module) -> tuple[int, int]:
         """Return (out, in)."""
@@ -55,6 +59,7 @@ class EightBit(QuantisedWeight):
 
     def prepare(self, layer: nn.Module, native: nn.Module) -> None:
         """Take over the threshold of large features; peft reads scales from `state`."""
+        super().prepare(layer, native)
         layer.state = type(native.state)(CB=layer.weight.data, SCB=layer.weight.SCB)
         layer.state.threshold, layer.state.use_pool = native.state.threshold, native.state.use_pool
         layer.state.has_fp16_weights = False

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.quantised.weight import QuantisedWeight
+from shardformer.quantised.weight import QuantisedWeight, is_layer_of
 from shardformer.shard_spec import Part, ShardSpec, annotate
 
 SMALLEST_BLOCK = 32  # values, of bitsandbytes' kernels
@@ -26,6 +26,10 @@ class FourBit(QuantisedWeight):
     """Weights of `bitsandbytes.nn.Linear4bit`."""
 
     name = "4-bit"
+
+    def is_kind_of(self, native: nn.Module) -> bool:
+        """Return whether it is a `Linear4bit`."""
+        return is_layer_of(native, "Linear4bit")
 
     def shape(self, module: nn.Module) -> tuple[int, int]:
         """Return (out, in)."""
@@ -95,6 +99,7 @@ class FourBit(QuantisedWeight):
 
     def prepare(self, layer: nn.Module, native: nn.Module) -> None:
         """Take over the dtype of products; bitsandbytes' layers have the state as an attribute, too."""
+        super().prepare(layer, native)
         layer.compute_dtype, layer.quant_state = native.compute_dtype, layer.weight.quant_state
 
     def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,6 +21,12 @@ class TorchaoInt8(QuantisedWeight):
 
     name = "torchao int8"
 
+    def is_kind_of(self, native: nn.Module) -> bool:
+        """Return whether its weight is an `Int8Tensor`."""
+        stored = type(native._parameters.get("weight"))  # to read a parametrized weight may change it
+        is_int8 = stored.__name__ == "Int8Tensor" and stored.__module__.startswith("torchao.")
+        return is_int8 and isinstance(native, nn.Linear)
+
     def shape(self, module: nn.Module) -> tuple[int, int]:
         """Return (out, in)."""
         return tuple(module.weight.shape)
@@ -39,10 +45,6 @@ class TorchaoInt8(QuantisedWeight):
             "int8 weights of torchao that have no scale for each row or that round their inputs; use tp_size=1 (dp, pp "
             "work), or Int8WeightOnlyConfig()"
         )
-
-    def cuts_inputs(self, module: nn.Module, features: ShardSpec) -> bool:
-        """Return True: a scale is that of a whole row."""
-        return True
 
     def cut(self, module: nn.Module, features: ShardSpec, dim: int) -> nn.Parameter:
         """Return an `Int8Tensor` of this rank's rows (`dim` 0) or columns (`dim` 1)."""
@@ -66,9 +68,6 @@ class TorchaoInt8(QuantisedWeight):
     def packed(self, module: nn.Module) -> Sequence[Tensor]:
         """Return the packed values, which are inside of the weight."""
         return [module.weight.qdata]
-
-    def prepare(self, layer: nn.Module, native: nn.Module) -> None:
-        """Do nothing: the weight knows all that it needs."""
 
     def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x W^T + b."""

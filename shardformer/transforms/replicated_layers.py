@@ -25,7 +25,6 @@ from shardformer.layers import (
 )
 from shardformer.layers.linear import in_features, out_features
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.layers.quantised_linear import quantised_problem
 from shardformer.shard_config import ShardConfig
 from shardformer.utils.customizations import hook_on, hooked_modules, user_code
 
@@ -147,7 +146,7 @@ class KeptLayers:
     def _cannot_be_cut(self) -> Iterator[str]:
         """Yield a sentence for the first layer whose quantised weight has no border where ranks could be cut."""
         found = [each for each in self.replacements if each.native not in self.reasons]
-        told = [(each.path, quantised_problem(each.target, each.native)) for each in found]
+        told = [(each.path, each.target.quantised_problem(each.native)) for each in found]
         told = [(path, problem) for path, problem in told if problem is not None]
         more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
         yield from (f"{path}{more} has {problem}" for path, problem in told[:1])

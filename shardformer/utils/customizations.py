@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-
-from shardformer.quantised import is_quantised
 
 _HOOKS = {
     "_forward_hooks": "a forward hook",
@@ -25,7 +24,17 @@ _HOOK_OPTIONS = (
 )
 _OURS = ("shardformer.", "plugins.")
 _LIBRARIES = ("torch.nn.modules.", "transformers.", "bitsandbytes.nn.modules", *_OURS)
+_PACKED = ("Params4bit", "Int8Params")
 _PLAIN_PRODUCTS = ("FalconLinear",)  # linear layers of transformers whose own forward is that of `nn.Linear`
+
+
+def is_quantised(parameter: Tensor | None) -> bool:
+    """Return whether a parameter is quantised: packed, or stored in few bits together with scales."""
+    if not isinstance(parameter, nn.Parameter):
+        return False
+    if any(cls.__name__ in _PACKED and cls.__module__.startswith("bitsandbytes.") for cls in type(parameter).__mro__):
+        return True
+    return parameter.dtype in (torch.uint8, torch.int8) or type(parameter).__module__.startswith("torchao.")
 
 
 def hook_on(module: nn.Module) -> str | None:

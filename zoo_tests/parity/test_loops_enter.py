@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardformer.matmul.backends import Float8Matmul
+from shardformer.matmul.float8 import Float8
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.train_sharded import Boosted, boost
@@ -45,8 +45,8 @@ def _enter(case: Case, in_pipeline: bool) -> tuple[list[Any], dict[str, torch.Te
     torch.manual_seed(3)
     boosted, seen = boost(case), []
     model = boosted.model
-    backends = {getattr(module, "matmul_backend", None) for module in model.unwrap().modules()}
-    rounded = [backend for backend in backends if isinstance(backend, Float8Matmul)]
+    backends = {getattr(module, "kernel", None) for module in model.unwrap().modules()}
+    rounded = [backend for backend in backends if isinstance(backend, Float8)]
 
     def look(module: nn.Module, args: Any) -> None:
         watch = model.trace.watch

@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from shardformer.layers.norm import FusedLayerNorm
-from shardformer.matmul.weight_grad import MatmulLayer
+from shardformer.matmul.native import MatmulLayer
 
 _SHORT = (torch.bfloat16, torch.float16)
 # Layers that take inputs of the dtype of their weights alone. An RMS norm multiplies in the wider dtype of the two.

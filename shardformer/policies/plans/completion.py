@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardformer.layers.linear import is_linear, out_features
+from shardformer.layers.linear import out_features
+from shardformer.matmul.native import is_linear
 from shardformer.policies.feature_counts import HEAD_NORM
 from shardformer.policies.plans.declared import DeclaredPlan, ends_in, family_of, lookup, tables_of
 from shardformer.policies.plans.styles import fused_parts

@@ -20,7 +20,8 @@ from shardformer.attention import log_once, uses_registry
 from shardformer.distributed.blocks import rank_of_draws
 from shardformer.distributed.random import draw_per_rank
 from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear
-from shardformer.layers.linear import in_features, is_linear, out_features
+from shardformer.layers.linear import in_features, out_features
+from shardformer.matmul.native import is_linear
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.feature_counts import attends, drops_by_function, is_attention, names_read
 from shardformer.policies.rules import ShardingRules

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardformer.layers.linear import is_linear, out_features
+from shardformer.layers.linear import out_features
+from shardformer.matmul.native import is_linear
 from shardformer.utils.caches import CACHE_NAMES
 
 Halves = tuple[Tensor, Tensor]

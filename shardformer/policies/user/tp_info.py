@@ -20,7 +20,8 @@ from shardformer.layers import (
     VocabParallelEmbedding,
     VocabParallelLMHead,
 )
-from shardformer.layers.linear import is_linear, out_features
+from shardformer.layers.linear import out_features
+from shardformer.matmul.native import is_linear
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.feature_counts import whole_counts
 from shardformer.policies.user.base import UserPolicy

@@ -56,7 +56,7 @@ EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
         (f"{_SAME}[bert-fp32-cp2]",),
     ),
     "blocks that copy a key/value head add up their gradients in floating point": Edit(
-        "shardformer.layers.blocked_linear",
+        "shardformer.matmul.blocked",
         "parameters = [region.use(weight) for _ in range(num_uses)]",
         "parameters = [weight for _ in range(num_uses)]",
         (f"{_SAME}[llama-bf16-tp4]",),

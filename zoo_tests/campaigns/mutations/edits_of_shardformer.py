@@ -27,15 +27,15 @@ _MESSAGES = "zoo_tests/parity/test_stage_messages.py::test_what_later_stages_rea
 EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     # layers, matmul
     "gradient of a column input keeps one rank's part": Edit(
-        "shardformer.layers.linear_autograd",
+        "shardformer.matmul.linear_autograd",
         "            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)\n",
         "            work = None\n            grad_x = grad_x.view_as(x)\n",
         (f"{PARITY}[llama-causal_lm-tp2-zero1]",),
     ),
     "bias of a row layer added by every rank": Edit(
-        "shardformer.layers.linear",
-        "else self.linear(x, weight)\n",
-        "else self.linear(x, weight, self.bias)\n",
+        "shardformer.matmul.kernel",
+        "layer.own_features(x), None)",
+        "layer.own_features(x), layer.bias)",
         (f"{PARITY}[bert-masked_lm-tp2-zero1]",),
     ),
     "tokens of other ranks looked up as the first row": Edit(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardformer.layers import ColumnParallelLinear, RowParallelLinear, for_quantised
+from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers.linear import row_spec
 from shardformer.quantised import kind_of_layer
 from shardformer.shard_spec import Part, ShardSpec
@@ -112,7 +112,7 @@ def test_layers_that_round_their_inputs() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     features = row_spec(native.in_features, group)
     for target in (ColumnParallelLinear, RowParallelLinear):
-        layer = for_quantised(target, native).from_native_module(native, group).train(native.training)
+        layer = target.from_native_module(native, group).train(native.training)
         whole = torch.randn(2, 5, native.in_features).mul_(8).requires_grad_()  # some are above the threshold of 6
         expected, local = native(whole), whole
         weights = torch.randn(expected.shape)

@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardformer.distributed.collectives import all_gather_dim, reduce_scatter_dim, without_base
-from shardformer.matmul.backends import NATIVE
-from shardformer.matmul.weight_grad import MatmulLayer, autocast, matrix, weight_gradient
+from shardformer.matmul.weight_grad import autocast, matrix, weight_gradient
 from shardformer.sequence_parallel.split_gather import PendingGather
 from shardformer.utils.untraced import computed_once
 
@@ -27,11 +26,11 @@ class GatheredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, pending: PendingGather, layer: MatmulLayer, count: int, *tensors: Tensor | None
+        ctx: Any, local: Tensor, pending: PendingGather, layer: Any, count: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Compute the outputs of all layers, each [batch, seq, out]."""
         weights, biases = tensors[:count], tensors[count:]
-        ctx.backend, ctx.store = layer.matmul_backend, layer.weight_grad_store
+        ctx.backend, ctx.store = layer.kernel, layer.weight_grad_store
         (local_x,) = autocast(pending.own)
         own = [ctx.backend.forward(local_x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         (gathered,) = autocast(pending.wait())  # [seq, batch, in]
@@ -75,14 +74,14 @@ class ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: ProcessGroup, layer: MatmulLayer, count: int, *tensors: Tensor | None
+        ctx: Any, x: Tensor, group: ProcessGroup, layer: Any, count: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Compute the outputs of all layers, each [batch, seq, out]."""
         weights, biases = tensors[:count], tensors[count:]
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(x, *weights)
         ctx.weights = weights
-        ctx.backend, ctx.store = layer.matmul_backend, layer.weight_grad_store
+        ctx.backend, ctx.store = layer.kernel, layer.weight_grad_store
         return tuple(ctx.backend.forward(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -112,13 +111,11 @@ class RowLinear(torch.autograd.Function):
     """y = g(x W^T), or g-bar*: the sum over ranks is a part of the product, whose own result is never saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, dim: int | None, group: ProcessGroup, layer: MatmulLayer
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dim: int | None, group: ProcessGroup, layer: Any) -> Tensor:
         """Compute [..., local in] -> [..., out]; `dim` is the one that ranks have a part of, or None."""
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.dim, ctx.group = weight, dim, group
-        ctx.backend, ctx.store = layer.matmul_backend, layer.weight_grad_store
+        ctx.backend, ctx.store = layer.kernel, layer.weight_grad_store
 
         def product() -> Tensor:
             out = ctx.backend.forward(x, weight)
@@ -135,7 +132,7 @@ class RowLinear(torch.autograd.Function):
         """Compute both gradients from the gradient of all tokens."""
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         flat = matrix(grad if ctx.dim is None else all_gather_dim(grad, ctx.dim, ctx.group, x.shape[ctx.dim]))
-        used = weight if ctx.backend is NATIVE else ctx.weight  # see `_Linear`
+        used = weight if ctx.backend.is_native else ctx.weight  # see `_Linear`
         grad_x = ctx.backend.grad_input(flat, used).view_as(x) if needs[0] else None
         grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.backend, ctx.store) if needs[1] else None
         return grad_x, grad_weight, None, None, None

@@ -1,7 +1,7 @@
 """Matrix products in 8 bit: close to exact ones where sizes allow them, exact where not, and in the right layers.
 
 What breaks here first: a scale that overflows, a gradient of a transposed weight.
-Look in `shardformer/matmul/backends.py`.
+Look in `shardformer/matmul/float8.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.matmul import backends
-from shardformer.matmul.backends import FP8_RECIPES, NATIVE, Float8Matmul, swizzled
+from shardformer.matmul import float8
+from shardformer.matmul.float8 import FP8_RECIPES, Float8, swizzled
+from shardformer.matmul.native import NATIVE
 from zoo_tests.harness.ranks import run_on_ranks
 
 _SHAPES = ((37, 32), (64, 32), (37, 64))  # of input, weight and gradient
@@ -97,7 +98,7 @@ def test_scales_of_blocks_are_powers_of_two_that_no_value_exceeds() -> None:
     x = _factors(8, 32, 96)[0]
     x[0], x[1], x[2], x[3] = 448.0, 448.0, 1e-42, 0.0
     x[1, 5] = torch.nextafter(torch.tensor(448.0), torch.tensor(500.0))
-    rounded = backends._RoundedBlocks(x)
+    rounded = float8._RoundedBlocks(x)
     unit = rounded.scale.float()
     peak = x.unflatten(1, (3, 32)).abs().amax(2)
     assert unit.log2().frac().eq(0).all() and unit[0].eq(1).all()
@@ -194,7 +195,7 @@ def test_an_input_of_two_layers_and_a_gradient_of_two_products_are_rounded_once(
 ) -> None:
     """17 tokens, which products over tokens pad: same bits as without reuse; new values are rounded again."""
     x, weight, grad = _factors(17, 32, 48)
-    backend, rounded = Float8Matmul(), _roundings(monkeypatch)
+    backend, rounded = Float8(), _roundings(monkeypatch)
 
     def all_products() -> tuple[Tensor, ...]:
         out = backend.forward(x, weight), backend.forward(x, weight)
@@ -221,7 +222,7 @@ def test_fewer_passes_round_to_the_same_bits(dtype: torch.dtype, is_gradient: bo
         x = (torch.randn(64, 80, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
         unit = (x.abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
         expected = (x.float() / unit).clamp(-largest, largest).to(kind)
-        found = backends._Rounded(x, is_gradient)
+        found = float8._Rounded(x, is_gradient)
         assert torch.equal(found.scale, unit)
         assert torch.equal(found.values.view(torch.uint8), expected.view(torch.uint8))
 
@@ -229,7 +230,7 @@ def test_fewer_passes_round_to_the_same_bits(dtype: torch.dtype, is_gradient: bo
 def test_a_matrix_is_rounded_in_three_passes() -> None:
     """16 bits are read twice; the quotient in fp32 is written and read once. Two further operators make the scale."""
     with _Kernels() as kernels:
-        backends._Rounded(torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
+        float8._Rounded(torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
     assert len(kernels.names) == 5, kernels.names
     assert 13 < kernels.bytes / 512**2 < 13.1
 
@@ -294,5 +295,6 @@ def _multiplied() -> list[str]:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
     model = Booster(plugin=HybridParallelPlugin(precision="fp8")).boost(model)
-    changed = [name for name, module in model.unwrap().named_modules() if "matmul_backend" in vars(module)]
+    named = model.unwrap().named_modules()
+    changed = [name for name, module in named if isinstance(getattr(module, "kernel", 0), Float8)]
     return sorted({name.rpartition(".")[2] for name in changed})

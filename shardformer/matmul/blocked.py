@@ -1,4 +1,4 @@
-"""x W^T + b of a rank's shard of a weight, one product for each block of its features."""
+"""Products in blocks: x W^T + b of a rank's shard of a weight, one product for each block of its features."""
 
 from __future__ import annotations
 
@@ -8,12 +8,37 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
-from shardformer.distributed.blocks import BlockedTensor, Blocks, block_to_read, write_block
+from shardformer.distributed.blocks import BlockedTensor, Blocks, block_to_read, blocks_of, write_block
+from shardformer.matmul.kernel import LinearKernel
+from shardformer.matmul.native import Native
 from shardformer.matmul.weight_grad import autocast, matrix
 from shardformer.shard_spec import ShardSpec
+
+
+class Blocked(Native):
+    """Native weights on an axis that computes in blocks; each layer multiplies by itself."""
+
+    columns, rows = LinearKernel.columns, LinearKernel.rows
+
+    def accepts(self, native: nn.Module, group: ProcessGroup) -> bool:
+        """Return whether the axis computes in blocks."""
+        return blocks_of(group) is not None
+
+    def prepare(self, layer: Any, native: nn.Module) -> None:
+        """Divide the shard."""
+        spec = layer.weight.shard_spec
+        dim = 1 - spec.dim if layer.transposed else spec.dim
+        layer.blocks = BlockedShard.of(blocks_of(layer.group), spec, dim, layer.transposed)
+
+    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute x W^T + b, in each block if `x` is in blocks."""
+        if isinstance(x, BlockedTensor):
+            return blocked_linear(x, layer.weight, bias, layer.blocks)
+        return super().multiply(layer, x, bias)
 
 
 @dataclass(frozen=True)

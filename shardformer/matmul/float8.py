@@ -1,9 +1,9 @@
-"""Backends of the matrix products of linear layers: native torch, or FP8.
+"""Products in FP8.
 
-Each linear layer has a backend (`MatmulLayer.matmul_backend`); its autograd nodes remember it for the backward pass. In
-FP8 (Micikevicius et al., arXiv 2209.05433) matrices are rounded, with scales that map their largest value to the end of
-the range. Sums are in fp32, and outputs have the precision of the input. On a GPU, sums of the forward pass may be kept
-in the tensor cores (`use_fast_accum`), which rounds them slightly earlier; those of gradients are not. Of the recipes,
+Matrices are rounded, with scales that map their largest value to the end of the range (Micikevicius et al., arXiv
+2209.05433). Sums are in fp32, and outputs have the precision of the input. On a GPU, sums of the forward pass may be
+kept in the tensor cores (`use_fast_accum`), which rounds them slightly earlier; those of gradients are not. Of the
+recipes,
 - "tensorwise" has one scale for each matrix; activations and weights are e4m3, and gradients e5m2, for its range;
 - "rowwise" has a scale for each row along which a product sums, and all is e4m3; weight gradients are native products,
   for they sum over the most values, and both factors would have to be rounded again, by columns;
@@ -19,43 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.matmul.kernel import no_view
+from shardformer.matmul.native import Native
+
 _BLOCK = 32  # values with one scale in mxfp8
-
-
-class MatmulBackend:
-    """The three products of y = x W^T + b in native torch; weights are [out, in].
-
-    Attributes:
-        writes_gradients: whether it has `write_grad_weight`.
-    """
-
-    writes_gradients = True
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute [..., in] -> [..., out], for the autograd nodes of this package."""
-        return no_view(F.linear(x, weight, bias))
-
-    def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """Compute the input gradient, [tokens, in], from the output gradient, [tokens, out]."""
-        return grad @ weight
-
-    def add_grad_input(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
-        """Add the input gradient to `total`."""
-        total.addmm_(grad, weight)
-
-    def grad_weight(self, grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
-        """Compute the gradient of W, [out, in], or of its transpose, from output gradient [tokens, out] and input."""
-        return x.t() @ grad if transposed else grad.t() @ x
-
-    def write_grad_weight(self, place: Tensor, adds: bool, grad: Tensor, x: Tensor, transposed: bool = False) -> None:
-        """Write the gradient of W, or of its transpose, to `place`, or add it to the contents of `place`."""
-        first, second = (x.t(), grad) if transposed else (grad.t(), x)
-        place.addmm_(first, second, beta=int(adds))
-
-
-def no_view(x: Tensor) -> Tensor:
-    """Return `x`, in the same memory, as a tensor that is not a view: allows in-place operators on a node's output."""
-    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
 class _Rounded:
@@ -191,7 +158,7 @@ def _is_same(x: Tensor, known: Tensor, version: int) -> bool:
     return same_place and x.dtype == known.dtype and x._version == known._version == version
 
 
-class Float8Matmul(MatmulBackend):
+class Float8(Native):
     """Products in FP8, "tensorwise", if all sizes are multiples of 16, else in native torch.
 
     Attributes:
@@ -200,6 +167,7 @@ class Float8Matmul(MatmulBackend):
     """
 
     kind: type[_Rounded] = _Rounded
+    is_native = False
     writes_gradients = False
     multiple = 16
 
@@ -282,15 +250,15 @@ class Float8Matmul(MatmulBackend):
         return len(x) > 0 and is_known and all(size % self.multiple == 0 for size in sizes)
 
 
-class RowwiseMatmul(Float8Matmul):
+class Rowwise(Float8):
     """Products in FP8, "rowwise"; weight gradients are native products, which can be written to gradient buffers."""
 
     kind = _RoundedRows
     writes_gradients = True
-    grad_weight = MatmulBackend.grad_weight
+    grad_weight = Native.grad_weight
 
 
-class MxMatmul(Float8Matmul):
+class Mx(Float8):
     """Products in FP8, "mxfp8", if all sizes are multiples of 32, else in native torch."""
 
     kind = _RoundedBlocks
@@ -300,5 +268,4 @@ class MxMatmul(Float8Matmul):
         return self.kind(F.pad(x, (0, 0, 0, -len(x) % _BLOCK)).t())
 
 
-NATIVE = MatmulBackend()
-FP8_RECIPES = {"tensorwise": Float8Matmul, "rowwise": RowwiseMatmul, "mxfp8": MxMatmul}
+FP8_RECIPES = {"tensorwise": Float8, "rowwise": Rowwise, "mxfp8": Mx}
