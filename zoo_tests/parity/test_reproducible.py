@@ -12,7 +12,7 @@ from torch import nn
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.reproducible.limits import check_reproducible
+from plugins.hybrid_parallel.reproducible.feature import check_reproducible
 from zoo_tests.campaigns.bits.training import Bits
 from zoo_tests.campaigns.bits.trials import CUT, WHOLE, Trial, recipe_of, reference_of
 from zoo_tests.campaigns.census.classes import HeadClass

@@ -23,12 +23,12 @@ from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch, c
 from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, cast_inputs, has_floats
 from plugins.hybrid_parallel.data.microbatch import stand_in, to_device, without_rows
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
-from plugins.hybrid_parallel.debug.trace import PassWatch, StepTrace
+from plugins.hybrid_parallel.debug.trace import StepTrace
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
+from plugins.hybrid_parallel.features.expert_load import ExpertBalance
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.contrastive import compares_samples
-from plugins.hybrid_parallel.loss.expert_balance import ExpertBalance
 from plugins.hybrid_parallel.loss.replica_losses import off_inputs
 from plugins.hybrid_parallel.loss.step_loss import (
     CriterionStepLoss,
@@ -123,7 +123,6 @@ class HybridParallelModel(ModelApi):
     Args:
         runtime: runs micro-batches through the stages of the sharded model that this rank holds.
         context: what the shard must know besides its modules.
-        watch: observer of single modules, in debug mode.
 
     Attributes:
         saved_elsewhere: parameters on this rank that another stage saves.
@@ -132,7 +131,7 @@ class HybridParallelModel(ModelApi):
         around_passes: what features hang around each pass; see `in_pass`.
     """
 
-    def __init__(self, runtime: PipelineRuntime, context: ShardContext, watch: PassWatch | None = None) -> None:
+    def __init__(self, runtime: PipelineRuntime, context: ShardContext) -> None:
         module, mesh = runtime.module, runtime.mesh
         super().__init__(module, mesh)
         self.runtime, self.origin, self.tied, self.stream = runtime, context.origin, context.tied, context.stream
@@ -140,9 +139,7 @@ class HybridParallelModel(ModelApi):
         self.saved_elsewhere = frozenset(param for param, tie in context.tied.items() if not tie.counted)
         self.losses = LossChoice(module, mesh, self.units is not None, context.pipeline.contrastive == "global")
         self.head_loss = self.losses.head_loss
-        self.trace, self.synchrony = StepTrace(watch), SynchronyCheck(self)
-        if watch is not None:
-            runtime.register_microbatch_hook(watch.begin_microbatch)
+        self.trace, self.synchrony = StepTrace(), SynchronyCheck(self)
         self.gathers, self.batches_seen = ParameterGathers(), 0
         self.activations: OffloadedActivations | None = None
         self.around_passes: list[AroundPass] = [lambda this: weights_rounded_once(self.module)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from plugins.hybrid_parallel.config.option_group import SWITCH, OptionGroup, Rule, is_number, one_of, option, positive
 from shardformer.attention.backends import NAMES
 
@@ -60,6 +62,7 @@ class KernelOptions(OptionGroup):
 
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +84,8 @@ class PrecisionOptions(OptionGroup):
     initial_scale: float = option(2.0**16, positive(2.0**16))
     growth_interval: int = option(1000, positive(1000))
     master_weights: bool = option(True, SWITCH)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of parameters in training; None for the model's own."""
+        return _DTYPES.get(self.precision)

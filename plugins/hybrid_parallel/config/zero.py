@@ -114,6 +114,11 @@ class OffloadOptions(OptionGroup):
     offload_parameters: str | Path | None = option(None, _PLACE)
     offload_activations: str | Path | None = option(None, _PLACE)
 
+    def moves_parameters(self, device_type: str) -> bool:
+        """Return whether shards of parameters are elsewhere than on their device."""
+        place = self.offload_parameters
+        return directory_of(place) is not None or (place is not None and device_type == "cuda")
+
 
 def directory_of(place: str | Path | None) -> Path | None:
     """Return the directory that an option names; None for the memory of the machine, and for no offload."""

@@ -74,18 +74,16 @@ class PassWatch(Protocol):
 class StepTrace:
     """Inputs and losses of the passes since the last step of an optimizer.
 
-    Args:
-        watch: observer of single modules, in debug mode.
-
     Attributes:
         microbatches: the micro-batches of the last pass.
         losses: for each pass, (micro-batch, share of the loss) pairs in the order of its backward passes.
+        watch: observer of single modules, in debug mode.
     """
 
-    def __init__(self, watch: PassWatch | None = None) -> None:
+    def __init__(self) -> None:
         self.microbatches: Microbatches = ()
         self.losses: list[list[tuple[int, Tensor]]] = []
-        self.watch = watch
+        self.watch: PassWatch | None = None
         self._is_over = False
 
     def begin(self, microbatches: Microbatches, losses: list[tuple[int, Tensor]]) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
-from plugins.hybrid_parallel.setup.model import DTYPES, shard_model
+from plugins.hybrid_parallel.setup.model import shard_model
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.shard_spec import spec_of
 
@@ -105,9 +105,7 @@ def shard_report(build: Callable[[], nn.Module], config: HybridParallelConfig, w
             with torch.device("meta"):
                 model = build()
             shard_model(model, config, mesh)
-            found.append(
-                RankShards(rank, stage, tp_rank, tuple(_pieces(model, config.mixed_precision.precision)), ep_rank)
-            )
+            found.append(RankShards(rank, stage, tp_rank, tuple(_pieces(model, config.mixed_precision.dtype)), ep_rank))
     return found
 
 
@@ -157,10 +155,10 @@ def rows_of(ranks: list[RankShards]) -> list[tuple[str, tuple[int, ...], list[Pa
     ]
 
 
-def _pieces(model: nn.Module, precision: str) -> Iterator[ParamShard]:
+def _pieces(model: nn.Module, cast: torch.dtype | None) -> Iterator[ParamShard]:
     for name, param in model.named_parameters():
         spec = spec_of(param)
-        dtype = DTYPES.get(precision, param.dtype) if param.is_floating_point() else param.dtype
+        dtype = (cast or param.dtype) if param.is_floating_point() else param.dtype
         yield ParamShard(name, tuple(param.shape), spec.full_shape, spec.dim, dtype, param.requires_grad)
 
 

@@ -19,17 +19,26 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
+from plugins.hybrid_parallel.config.compute import PrecisionOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis
-from plugins.hybrid_parallel.setup.offload import offloads_parameters
-from plugins.hybrid_parallel.zero.bucket_layout import Source, without_values
+from plugins.hybrid_parallel.setup.input_checks import as_configuration_error
+from plugins.hybrid_parallel.zero.bucket_layout import Source, take_source, without_values
 from plugins.hybrid_parallel.zero.gathers import is_sharded
 from plugins.hybrid_parallel.zero.gradient_hooks import hooked_names
 from shardformer.distributed.process_groups import world_group
-from shardformer.lazy import RecordedValues, WeightReader, read_values
-from shardformer.quantised import stored_tensors
+from shardformer.lazy import (
+    RecordedValues,
+    WeightReader,
+    is_recorded,
+    materialize,
+    read_values,
+    waits_for_values,
+    weight_reader_of,
+)
+from shardformer.quantised import is_quantised, stored_tensors
 from shardformer.shard_spec import EXPERTS, TENSOR, annotate, grad_group_of, parameter_like, spec_of
 
 _logger = get_logger(__name__)
@@ -99,6 +108,60 @@ def _same_everywhere(*numbers: int) -> list[bool]:
     return (largest == -smallest).tolist()
 
 
+def reader_of(model: nn.Module, seed: int) -> WeightReader | None:
+    """Return the reader of weights for a model without values; fill its buffers now, whole as policies expect."""
+    reader = weight_reader_of(model)
+    if reader is None and is_recorded(model):
+        shared_seed = torch.tensor(seed)
+        # Shards drawn from other seeds would fit together without an error.
+        dist.broadcast(shared_seed, src=0, group=world_group())
+        with as_configuration_error():
+            reader = RecordedValues(model, int(shared_seed))
+            reader.fill_buffers(model)
+    return reader
+
+
+def fill(
+    model: nn.Module, reader: WeightReader | None, config: HybridParallelConfig, mesh: HybridMesh, trains: bool
+) -> dict[nn.Parameter, Source]:
+    """Give values to a shard that has none; return the parameters that still wait, see `defer_values`.
+
+    Args:
+        reader: of the values of parameters on the meta device.
+        trains: whether the model has an optimizer, which needs master weights.
+    """
+    held = {}
+    if trains and config.zero.zero_stage == 3:
+        held = defer_values(model, reader, config, mesh, config.mixed_precision.dtype)
+    if waits_for_values(model):
+        _cast_ahead(model, config.mixed_precision, trains)
+        with as_configuration_error():
+            materialize(model, reader)
+    return held
+
+
+def _cast_ahead(model: nn.Module, options: PrecisionOptions, trains: bool) -> None:
+    """Cast parameters without values that need no master weights: each is then rounded as soon as it has values."""
+    dtype, keeps_masters = options.dtype, trains and options.master_weights
+    for param in model.parameters() if dtype is not None else ():
+        if param.is_meta and param.is_floating_point() and not (keeps_masters and param.requires_grad):
+            param.data = param.data.to(dtype)
+
+
+def cast(model: nn.Module, options: PrecisionOptions) -> dict[nn.Parameter, Source]:
+    """Cast parameters and return their values before; buffers keep their precision, which rotary tables need."""
+    masters: dict[nn.Parameter, Source] = {}
+    dtype = options.dtype
+    if dtype is None:
+        return masters
+    for param in model.parameters():
+        if param.is_floating_point() and param.dtype != dtype and not is_quantised(param):
+            if options.master_weights and param.requires_grad:
+                masters[param] = take_source(param, masters)
+            param.data = param.data.to(dtype)
+    return masters
+
+
 def shards_by_axis(config: HybridParallelConfig, mesh: HybridMesh) -> Mapping[str, int]:
     """Return the number of ranks that share the states of parameters, by the axis over which these are sharded."""
     sizes = {axis: dist.get_world_size(mesh.group(replicate_axis(axis))) for axis in (TENSOR, EXPERTS)}
@@ -128,7 +191,7 @@ def defer_values(
     """
     held: dict[nn.Parameter, Source] = {}
     num_shards = shards_by_axis(config, mesh)
-    has_file = offloads_parameters(config, mesh.device)  # where one rank alone keeps its parameters too
+    has_file = config.offload.moves_parameters(mesh.device.type)  # where one rank alone keeps its parameters too
     for name, param in model.named_parameters():
         if not is_sharded(param) or (num_shards[spec_of(param).axis] == 1 and not has_file):
             continue

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -14,10 +15,19 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from shardformer.expert_parallel.experts import expert_modules
-from shardformer.expert_parallel.router_bias import router_biases
-from shardformer.peft import adapter_configs, check_adapters, model_inside
-from shardformer.quantised import is_quantised, kind_of_layer, quantised_layers, quantised_name
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.features.feature import Feature
+from plugins.hybrid_parallel.zero.gradient_hooks import check_hooks
+from plugins.hybrid_parallel.zero.granularity import check_granularity, check_step_in_parts, check_zero_size
+from plugins.hybrid_parallel.zero.grouping import (
+    check_gradients,
+    check_memory,
+    check_optimizer,
+    check_shared_parameters,
+    warn_of_untrained,
+)
+from shardformer.lazy import is_recorded, waits_for_values, weight_reader_of
+from shardformer.peft import check_adapters, model_inside
 from shardformer.utils.forward_syntax import reads_of_forward
 
 _logger = get_logger(__name__)
@@ -182,10 +192,6 @@ def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
     sizes = {name: getattr(parallel, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     check_adapters(model, [f"{name}={size}" for name, size in sizes.items() if size > 1])
     _check_head(model_inside(model), parallel.tp_size)
-    _check_experts(model_inside(model), config)
-    packed = quantised_name(model_inside(model))
-    if packed is not None or getattr(model_inside(model), "hf_quantizer", None) is not None:
-        _check_quantised(model, packed, config)
 
 
 def _check_head(model: nn.Module, tp_size: int) -> None:
@@ -208,53 +214,73 @@ def _check_head(model: nn.Module, tp_size: int) -> None:
             )
 
 
-def _check_experts(model: nn.Module, config: HybridParallelConfig) -> None:
-    """Refuse options of routers where there are none, or none of whose experts tokens can be counted."""
-    name, rate = type(model).__name__, config.policy.moe_router_bias_update_rate
-    if rate and not router_biases(model):
-        raise ValueError(
-            f"moe_router_bias_update_rate={rate} finds no router in {name} with a bias for the choice of experts in "
-            "stacked parameters (e_score_correction_bias, expert_bias); use moe_router_bias_update_rate=0"
-        )
-    if config.policy.count_expert_load and next(expert_modules(model), None) is None:
-        raise ValueError(
-            f"count_expert_load=True finds no experts in stacked parameters in {name}; use count_expert_load=False"
+def check_options_against_model(
+    config: HybridParallelConfig,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[int, Sequence[str]],
+    mesh: HybridMesh,
+    features: Sequence[Feature] = (),
+) -> None:
+    """Refuse options and optimizers that do not fit this model, before anything is changed.
+
+    Args:
+        names: id of each parameter -> its names.
+        mesh: the grid of ranks.
+        features: what attaches to the model.
+
+    Raises:
+        ConfigurationError: if one does not fit; the message says why.
+    """
+    parallel = config.parallel
+    num_replicas = mesh.size(DP_CP)
+    num_shards = config.zero.num_shards(num_replicas)
+    check_hooks(model)
+    _check_embeddings(config, model, num_replicas)
+    refuse_mixed_samples(config, model, num_replicas)
+    check_gradients(model)
+    with as_configuration_error():
+        check_contents(model, config)
+    for optim in optimizers:
+        check_optimizer(optim, names)
+        check_granularity(optim, parallel.tp_size, parallel.ep_size, parallel.pp_size, num_shards)
+        check_step_in_parts(optim, config.offload.offload_optimizer)
+        check_zero_size(optim, config.zero.zero_size, num_replicas, parallel.tp_size * parallel.ep_size)
+    check_shared_parameters(optimizers, names)
+    check_memory(optimizers, model)
+    warn_of_untrained(optimizers, model.named_parameters())
+    for feature in features:
+        feature.check(model, optimizers, mesh)
+    if (names := waits_for_values(model)) and weight_reader_of(model) is None and not is_recorded(model):
+        raise ConfigurationError(
+            f"{names[0]} of the {type(model).__name__} is on the meta device, without values; build the model on a "
+            "device, or in shardformer.record_module_init()"
         )
 
 
-def _check_quantised(model: nn.Module, packed: str | None, config: HybridParallelConfig) -> None:
-    """Refuse quantised weights without adapters, and those of which it is not known how they are cut."""
-    inside, tp_size = model_inside(model), config.parallel.tp_size
-    name, what = type(inside).__name__, f"{packed} is packed" if packed is not None else "its weights are packed"
-    if packed is not None and not adapter_configs(model):
-        raise ValueError(
-            f"a quantised {name} ({what}) has no weights that can be trained; wrap it by peft's get_peft_model, or "
-            "load it without quantization_config"
-        )
-    if config.mixed_precision.precision == "fp8":
-        raise ValueError(
-            f"precision='fp8' cannot multiply the quantised weights of this {name} ({what}); use precision='bf16'"
-        )
-    for path, module, kind in quantised_layers(inside):
-        if (problem := kind.unusable(module)) is not None:
-            raise ValueError(f"{path} has {problem}")
-    unknown = _first_unknown(inside)
-    if tp_size > 1 and (unknown is not None or packed is None):
-        raise ValueError(
-            f"tp_size={tp_size} cannot shard a quantised {name}: {unknown or 'its weights'} of a kind that is not "
-            "known; use the linear layers of bitsandbytes, tp_size=1 (dp and pp work), or load it without "
-            "quantization_config"
-        )
-
-
-def _first_unknown(model: nn.Module) -> str | None:
-    """Return which quantised parameter belongs to no layer that can be cut: "NAME is"; None if all do."""
+def _check_embeddings(config: HybridParallelConfig, model: nn.Module, replicas: int) -> None:
+    """Refuse options of embeddings that depend on all ids of a batch, or change weights in the forward pass."""
     for path, module in model.named_modules():
-        own = _quantised_of(module) if kind_of_layer(module) is None else None
-        if own is not None:
-            return f"{path}.{own} is"
-    return None
+        if not isinstance(module, nn.Embedding):
+            continue
+        if module.sparse:
+            raise ConfigurationError(f"{path} has sparse=True, whose gradients cannot be reduced; use sparse=False")
+        if module.scale_grad_by_freq and cuts_batch(config, replicas):
+            raise ConfigurationError(
+                f"{path} has scale_grad_by_freq=True, which counts the ids of a whole batch; use one replica and "
+                "num_microbatches=1 (tp_size takes the ranks), or scale_grad_by_freq=False"
+            )
+        if module.max_norm is not None and (replicas > 1 or config.mixed_precision.precision != "fp32"):
+            raise ConfigurationError(
+                f"{path} has max_norm={module.max_norm}, which changes weights where a replica looks them up; use one "
+                "replica in fp32 (tp_size or pp_size takes the ranks), or max_norm=None"
+            )
 
 
-def _quantised_of(module: nn.Module) -> str | None:
-    return next((name for name, parameter in module.named_parameters(recurse=False) if is_quantised(parameter)), None)
+@contextmanager
+def as_configuration_error() -> Iterator[None]:
+    """Turn errors of shardformer into ConfigurationError: they are mistakes of the user."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(str(error)) from error

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.config.debugging import DebugOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
 from plugins.hybrid_parallel.distributed.agreement import checked_collectives
@@ -21,11 +20,10 @@ from plugins.hybrid_parallel.distributed.mesh import (
     shard_groups,
     stage_group,
 )
-from plugins.hybrid_parallel.reproducible.reducer import ExactBucket, ExactReducer
+from plugins.hybrid_parallel.features.feature import Feature, Parts, features_of
 from plugins.hybrid_parallel.setup.initial_weights import shards_by_axis
-from plugins.hybrid_parallel.setup.model import BuiltModel, build_model, check_options_against_model
-from plugins.hybrid_parallel.setup.offload import file_of_shards, memory_of_states
-from plugins.hybrid_parallel.setup.reproducible import attach_units
+from plugins.hybrid_parallel.setup.input_checks import check_options_against_model
+from plugins.hybrid_parallel.setup.model import BuiltModel, build_model
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, StateMemory
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
@@ -64,12 +62,12 @@ def build_trained(
         ConfigurationError: the model, its optimizers or options do not fit each other; nothing is changed then.
     """
     names = names_of_parameters(model)
-    num_shards = config.zero.num_shards(mesh.size(DP_CP))
-    check_options_against_model(config, model, optimizers, names, num_shards)
+    features = features_of(config, model)
+    check_options_against_model(config, model, optimizers, names, mesh, features)
     original = [[list(group["params"]) for group in optim.param_groups] for optim in optimizers]
     number = seed()
     with checked_collectives(config.debugging.debug):
-        built = build_model(model, config, mesh, number, trains=bool(optimizers))
+        built = build_model(model, config, mesh, number, bool(optimizers), features)
     for optim, groups in zip(optimizers, original, strict=True):
         build_optimizer(optim, groups, names, built, config, mesh, number, len(original) == 1)
     finish_model(built, config, mesh)
@@ -101,12 +99,12 @@ def build_optimizer(
     old = {param: whole for param, whole in pairs if param is not None}
     granularity = granularity_of(optim)
     trained = _by_requires_grad(order, trains=True)
-    memory = memory_of_states(optim, members := list(chain(*trained)), config, mesh)
-    options, states = _bucket_options(granularity, config, mesh, memory, members), take_states(optim, old)
+    memory = built.parts.storage.of_states(optim, members := list(chain(*trained)))
+    options = _bucket_options(granularity, config, built.parts, memory, members)
+    states = take_states(optim, old)
     if config.zero.zero_stage == 3 and not model.optimizers:
         model.shard_parameters()
-    bucket_type = Bucket if model.units is None else ExactBucket
-    make_buckets = partial(build_buckets, options=options, tied=model.tied, bucket_type=bucket_type)
+    make_buckets = partial(build_buckets, options=options, tied=model.tied, bucket_type=built.parts.bucket)
     buckets = make_buckets(trained, initial=built.initial, gathers=model.gathers)
     first_names = {param: name for name, param in reversed(list(parameters.items()))}
     wholes = _whole_parameters(granularity, config, mesh, options, model.tied, first_names)
@@ -117,48 +115,44 @@ def build_optimizer(
     frozen = FrozenParameters(_by_requires_grad(order, trains=False), build_more, states, model.gathers)
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
     gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
-    reducer = _make_reducer(buckets, gradient_hooks, model, config, stands_alone)
-    zero, debugging = config.zero, config.debugging
+    reducer = _make_reducer(buckets, gradient_hooks, built.parts, config, stands_alone)
+    zero = config.zero
     wrapped = HybridParallelOptimizer(
         optim,
         buckets,
         reducer,
         LocalParameters(first_names, model.origin.aliases, order, frozen, wholes, _first_names(groups, names)),
         ModelContext(mesh, built.loss_scale, model.trace, model.optimizers, model.gathers),
-        StepOptions(zero.max_norm, debugging.nonfinite, zero.overlap_allgather, stepper_of(optim, memory)),
+        StepOptions(zero.max_norm, config.debugging.nonfinite, zero.overlap_allgather, stepper_of(optim, memory)),
         StepHooks(
             partial(refuse_or_skip, trace=model.trace, mesh=mesh),
-            partial(_after_step, model=model, debugging=debugging),
+            partial(_after_step, model=model, features=built.features),
         ),
     )
     model.attach_optimizer(wrapped)
     return wrapped
 
 
-def _after_step(step: HybridParallelOptimizer, model: HybridParallelModel, debugging: DebugOptions) -> None:
-    """Do what a model does after a step of one of its optimizers."""
-    if model.expert_balance is not None:
-        model.expert_balance.end_step(step.step_was_skipped)
-    if debugging.debug and not step.step_was_skipped:
-        model.synchrony.run_at(debugging.synchrony_interval, [step])
+def _after_step(step: HybridParallelOptimizer, model: HybridParallelModel, features: Sequence[Feature]) -> None:
+    for feature in features:
+        feature.after_step(step, model)
 
 
 def _make_reducer(
     buckets: Sequence[Bucket],
     hooks: GradientHooks,
-    model: HybridParallelModel,
+    parts: Parts,
     config: HybridParallelConfig,
     stands_alone: bool,
 ) -> GradientReducer:
     """Return what reduces the gradients of `buckets`; let the layers of the model write there where they can."""
-    parallel, is_exact = config.parallel, model.units is not None
+    parallel = config.parallel
     waits = parallel.pp_size == parallel.cp_size == parallel.ep_size == 1
     # On a replica with unused parameters, the buckets of two optimizers would be complete in a different order.
-    overlaps = config.zero.overlap_communication and stands_alone and not is_exact
-    make = ExactReducer if is_exact else GradientReducer
-    reducer = make(buckets, model.mesh.group(DP_CP), overlaps, waits, hooks)
+    overlaps = config.zero.overlap_communication and stands_alone and parts.units is None
+    reducer = parts.reducer(buckets, parts.mesh.group(DP_CP), overlaps, waits, hooks)
     if reducer.attaches_grad_buffers:
-        replace_native_layers(model.unwrap())
+        replace_native_layers(parts.module)
     return reducer
 
 
@@ -171,11 +165,11 @@ def finish_model(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMe
     if config.zero.zero_stage == 3 and built.model.optimizers:
         trained = {param for optimizer in built.model.optimizers for each in optimizer.buckets for param in each.params}
         frozen = [param for param in built.model.unwrap().parameters() if param not in trained]
-        options = _bucket_options(Granularity.ELEMENT, config, mesh, StateMemory(), frozen)
+        options = _bucket_options(Granularity.ELEMENT, config, built.parts, StateMemory(), frozen)
         built.model.gathers.shard_frozen(options, built.initial)
         built.model.gathers.attach()
-    if built.model.units is not None:
-        attach_units(built.model)
+    for feature in built.features:
+        feature.finished(built.model)
 
 
 def _first_names(groups: Sequence[Sequence[nn.Parameter]], names: Mapping[int, Sequence[str]]) -> list[list[str]]:
@@ -210,11 +204,12 @@ def _whole_parameters(
 def _bucket_options(
     granularity: Granularity,
     config: HybridParallelConfig,
-    mesh: HybridMesh,
+    parts: Parts,
     states: StateMemory,
     params: Sequence[nn.Parameter],
 ) -> dict[str, BucketOptions]:
     """Return the options of the buckets of `params` by axis, over which the parameters in a bucket are sharded."""
+    mesh = parts.mesh
     groups_of = {axis: mesh.group(replicate_axis(axis)) for axis in (TENSOR, EXPERTS)}
     sharing, copies = {}, {}
     for axis, count in shards_by_axis(config, mesh).items():
@@ -222,7 +217,7 @@ def _bucket_options(
     # Without experts, both axes have the same replicas.
     make_exchange = partial(exchange_of, device=mesh.device) if config.zero.zero_stage else ZeroCollectives
     exchanges = {group: make_exchange(group) for group in dict.fromkeys(sharing.values())}
-    shard_file = file_of_shards(params, config, mesh)
+    shard_file = parts.storage.of_shards(params)
     for exchange in () if shard_file is None else exchanges.values():
         exchange.keep_shards_in(shard_file)
     bucket_bytes = config.zero.bucket_bytes(mesh.device.type)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
+from plugins.hybrid_parallel.zero.comm.local_peers import SharedSegment
 from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
 from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from shardformer.shard_spec import pad_to_multiple
@@ -39,6 +40,18 @@ class StateMemory:
 
     def page_out(self, tensor: Tensor) -> None:
         """Let values from `empty` go until they are used again; other tensors stay as they are."""
+
+
+class Storage:
+    """Where optimizer states and shards of parameters are: on their device."""
+
+    def of_states(self, optim: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> StateMemory:
+        """Return the memory for the states of an optimizer of these parameters; all ranks must call this."""
+        return StateMemory()
+
+    def of_shards(self, params: Sequence[nn.Parameter]) -> SharedSegment | None:
+        """Return the memory of shards of parameters, None for the device's; all ranks must call this."""
+        return None
 
 
 # Parameters and shards start at multiples of this many elements: kernels are slower on data that starts in the middle

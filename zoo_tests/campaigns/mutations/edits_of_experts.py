@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zoo_tests.campaigns.mutations.edits import Edit
 
-_BALANCE = "zoo_tests/hybrid_parallel/loss/test_expert_balance.py"
+_BALANCE = "zoo_tests/hybrid_parallel/features/test_expert_load.py"
 _BIASES = f"{_BALANCE}::test_biases_are_those_of_plain_training"
 _ROUTERS = "zoo_tests/shardformer/loss/test_routers.py::test_it_is_that_of_plain_training"
 
@@ -22,13 +22,13 @@ EDITS_OF_EXPERTS: dict[str, Edit] = {
         (f"{_BIASES}[2-Glm4Moe-options5-pipeline-5]",),
     ),
     "biases follow the load of one replica": Edit(
-        "plugins.hybrid_parallel.loss.expert_balance",
+        "plugins.hybrid_parallel.features.expert_load",
         "if total is not None and self._mesh.size(axis) > 1:",
         "if False:",
         (f"{_BIASES}[2-Glm4Moe-options0-pipeline-5]",),
     ),
     "a skipped step moves biases": Edit(
-        "plugins.hybrid_parallel.loss.expert_balance",
+        "plugins.hybrid_parallel.features.expert_load",
         "if self._rate > 0.0 and not was_skipped:",
         "if self._rate > 0.0:",
         (f"{_BALANCE}::test_a_skipped_step_moves_no_bias",),

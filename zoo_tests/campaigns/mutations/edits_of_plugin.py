@@ -20,7 +20,7 @@ _MODEL_FILES = f"{_PLUGIN}/checkpoint/model_files/test_save.py"
 _UNUSED = "zoo_tests/parity/test_unused.py::test_replicas_that_use_other_parameters"
 _CUT_SEQUENCES = "zoo_tests/shardformer/context_parallel/test_zigzag.py"
 
-_COMPILED = "zoo_tests/hybrid_parallel/setup/test_compilation.py::test_training_is_that_of_eager_layers"
+_COMPILED = "zoo_tests/hybrid_parallel/features/test_compilation.py::test_training_is_that_of_eager_layers"
 _PACKED = "zoo_tests/parity/test_packing.py::test_documents_train_as_they_do_one_by_one"
 
 EDITS_OF_PLUGIN: dict[str, Edit] = {
@@ -50,7 +50,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         ("zoo_tests/parity/test_packing.py::test_a_loss_of_the_script_sees_the_whole_row",),
     ),
     "hooks of layers in their graphs": Edit(
-        "plugins.hybrid_parallel.setup.compilation",
+        "plugins.hybrid_parallel.features.compilation",
         """        attributes["forward"] = compiled  # for""",
         """        return torch.compile(layer._call_impl, backend=_BACKEND)(*args, **kwargs)  # for""",
         (f"{_COMPILED}[stage 3]", f"{_COMPILED}[offloaded activations]"),

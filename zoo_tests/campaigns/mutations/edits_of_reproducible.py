@@ -14,7 +14,7 @@ EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
         (f"{_SAME}[llama-bf16-dp2, zero 2, ordinary loop]",),
     ),
     "autograd adds up the uses of a tied weight": Edit(
-        "plugins.hybrid_parallel.reproducible.limits",
+        "plugins.hybrid_parallel.reproducible.feature",
         "return None if give_gradient(ctx.parameter, grad) else grad",
         "return grad",
         (f"{_SAME}[llama-bf16-pp2]",),

@@ -1,7 +1,7 @@
 """Models that are not sharded, and those that cannot be.
 
 What breaks here first: a buffer in fp32 that a layer in 16 bit reads. Look in `plugins/hybrid_parallel/setup/model.py`
-(`shard_model`, `_cast`).
+(`shard_model`).
 """
 
 from __future__ import annotations

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.features.feature import Feature
 from shardformer.attention.registry import trace_lookups
 from shardformer.layers.fused_ops import has_compiler
 from shardformer.utils.untraced import prepare_tracing
 
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+
 _BACKEND = "inductor"
 # All layers of a kind share one compilation, and one limit, which towers and decoders of several kinds exceed.
 _RECOMPILE_LIMIT = 64
+
+
+class Compilation(Feature):
+    """Compiles the layers of this rank's stages."""
+
+    def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: HybridMesh) -> None:
+        """Refuse a model without layers, and a machine without a compiler for the device."""
+        check_compilation(model, mesh.device)
+
+    def boosted(self, model: HybridParallelModel) -> None:
+        """Compile the layers."""
+        compile_layers(model.unwrap())
 
 
 def check_compilation(model: nn.Module, device: torch.device) -> None:

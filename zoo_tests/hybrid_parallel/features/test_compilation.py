@@ -34,7 +34,7 @@ from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.setup import compilation
+from plugins.hybrid_parallel.features import compilation
 from shardformer.attention.registry import RegisteredName, trace_lookups
 from shardformer.utils.derived_modules import derive
 from zoo_tests.harness.ranks import run_on_ranks

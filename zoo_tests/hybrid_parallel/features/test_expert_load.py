@@ -2,7 +2,7 @@
 
 What breaks here first: tokens that are counted twice (recomputation, placeholders of empty shares) or not at all (parts
 of sequences). Look in `shardformer/expert_parallel/router_bias.py` and
-`plugins/hybrid_parallel/loss/expert_balance.py`.
+`plugins/hybrid_parallel/features/expert_load.py`.
 """
 
 from __future__ import annotations

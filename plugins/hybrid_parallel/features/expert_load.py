@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.features.feature import Feature
 from plugins.hybrid_parallel.loss.choice import LossChoice
-from shardformer.expert_parallel.router_bias import ExpertLoad, router_biases, update_bias
+from shardformer.expert_parallel.experts import expert_modules
+from shardformer.expert_parallel.router_bias import (
+    ExpertLoad,
+    keep_biases_from_optimizer,
+    router_biases,
+    update_bias,
+)
+from shardformer.peft import model_inside
 from shardformer.utils.module_paths import in_order
 
 if TYPE_CHECKING:
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
     from plugins.hybrid_parallel.step.passes import Pass
+    from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+
+
+class CountedExperts(Feature):
+    """Counts the tokens of each expert, and moves the biases of routers by them."""
+
+    def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: HybridMesh) -> None:
+        """Refuse a model without routers that have biases, or without experts whose tokens can be counted."""
+        inside, policy = model_inside(model), self.config.policy
+        name, rate = type(inside).__name__, policy.moe_router_bias_update_rate
+        if rate and not router_biases(inside):
+            raise ConfigurationError(
+                f"moe_router_bias_update_rate={rate} finds no router in {name} with a bias for the choice of experts "
+                "in stacked parameters (e_score_correction_bias, expert_bias); use moe_router_bias_update_rate=0"
+            )
+        if policy.count_expert_load and next(expert_modules(inside), None) is None:
+            raise ConfigurationError(
+                f"count_expert_load=True finds no experts in stacked parameters in {name}; use count_expert_load=False"
+            )
+
+    def prepare(self, model: nn.Module) -> None:
+        """Take the biases that move by load away from the optimizer."""
+        if self.config.policy.moe_router_bias_update_rate:
+            keep_biases_from_optimizer(model_inside(model))
+
+    def boosted(self, model: HybridParallelModel) -> None:
+        """Count in the passes of the model."""
+        rate = self.config.policy.moe_router_bias_update_rate
+        balance = model.expert_balance = ExpertBalance(model.losses, model.mesh, rate)
+        model.around_passes.append(balance.around_pass)
+
+    def after_step(self, optimizer: HybridParallelOptimizer, model: HybridParallelModel) -> None:
+        """Move biases by the load since the last step."""
+        model.expert_balance.end_step(optimizer.step_was_skipped)
 
 
 class ExpertBalance:

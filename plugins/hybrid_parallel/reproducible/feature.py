@@ -1,4 +1,4 @@
-"""What `reproducible=True` does not hold for, refused before training.
+"""The option `reproducible`: what it replaces, and what it does not hold for, which is refused before training.
 
 Tied parameters: the gradient of each use is a summand of its own.
 
@@ -13,22 +13,63 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.features.feature import Feature, Parts
+from plugins.hybrid_parallel.reproducible.reducer import ExactBucket, ExactReducer
+from plugins.hybrid_parallel.reproducible.units import Units, UnitStream
 from plugins.hybrid_parallel.zero.bucket_parameter import give_gradient
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
+from shardformer.distributed.process_groups import world_group
 from shardformer.utils.module_paths import alias_parameters
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 
 _logger = get_logger(__name__)
 
 _SHORT = (torch.bfloat16, torch.float16)
 _FIXED_WORKSPACES = (":4096:8", ":16:8")  # with which products of cuBLAS are deterministic, by NVIDIA's documentation
+
+
+class Reproducible(Feature):
+    """Units of samples, random numbers by position, and exact sums of gradients."""
+
+    def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: HybridMesh) -> None:
+        """Refuse models, optimizers and devices for which bits may depend on the layout; pin kernels."""
+        check_reproducible(model, optimizers, mesh.size(DP_CP), mesh.device, self.config.mixed_precision.precision)
+
+    def sharded(self, parts: Parts) -> None:
+        """Replace micro-batches by units, and what holds and reduces gradients; the first rank's seed counts."""
+        shared_seed = torch.tensor(parts.seed, dtype=torch.int64)
+        if dist.get_world_size() > 1:
+            dist.broadcast(shared_seed, src=0, group=world_group())
+        parts.stream = UnitStream(int(shared_seed))
+        parts.units = Units(self.config.debugging.reproducible_unit, parts.mesh, parts.stream)
+        parts.bucket, parts.reducer = ExactBucket, ExactReducer
+
+    def finished(self, model: HybridParallelModel) -> None:
+        """Have the modules of all stages of this rank draw by unit, and use tied parameters separately.
+
+        Raises:
+            ConfigurationError: if stages share layers.
+        """
+        check_names_of_tied(model.tied, model.unwrap(), model.origin.aliases)
+        runtime, modules = model.runtime, []
+        for stage in runtime.stages:
+            with runtime.viewing(stage):
+                model.units.stream.attach(runtime.module)
+                modules += runtime.module.named_modules(remove_duplicate=False)
+        separate_uses(modules)
+        runtime.register_microbatch_hook(model.units.stream.begin_unit)
 
 
 def check_reproducible(

@@ -1,0 +1,142 @@
+"""The options of offloading: the memory of states, of shards of parameters, and of what layers save."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.config.zero import directory_of
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.features.feature import Feature, Parts
+from plugins.hybrid_parallel.offload.activations import activation_store, check_layers
+from plugins.hybrid_parallel.offload.paged_file import PagedFile, open_unnamed
+from plugins.hybrid_parallel.offload.stores import FileMemory, HostMemory, HostSegment, Store
+from plugins.hybrid_parallel.zero.bucket_layout import StateMemory, Storage
+from plugins.hybrid_parallel.zero.comm.local_peers import SharedSegment
+from plugins.hybrid_parallel.zero.gathers import is_sharded
+from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+
+# Optimizers of torch with two states for each value. The space for others is taken in their first step.
+_TWO_STATES = frozenset(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta"))
+_SLACK = 1.05  # padding of shards, and ends of pages
+
+
+class Offload(Feature):
+    """States, shards of parameters and activations that are elsewhere than on their device."""
+
+    def __init__(self, config: HybridParallelConfig) -> None:
+        super().__init__(config)
+        self._store: Store | None = None
+
+    def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: HybridMesh) -> None:
+        """Refuse what could only fail later: directories, models without layers, optimizers that need their GPU."""
+        place = self.config.offload.offload_activations
+        check_layers(place, model)
+        raise_on_all_ranks(lambda: check_places(optimizers, self.config, mesh.device.type))
+        if place is not None:
+            self._store = raise_on_all_ranks(lambda: activation_store(place, mesh.device))
+
+    def sharded(self, parts: Parts) -> None:
+        """Store states and shards of parameters elsewhere."""
+        parts.storage = OffloadedStates(self.config, parts.mesh)
+
+    def boosted(self, model: HybridParallelModel) -> None:
+        """Move what layers save for the backward pass."""
+        if self._store is not None:
+            model.offload_activations(self._store)
+
+
+def check_places(optimizers: Sequence[torch.optim.Optimizer], config: HybridParallelConfig, device_type: str) -> None:
+    """Refuse early what could only fail later: directories, and optimizers that cannot step on the host of a GPU.
+
+    Raises:
+        ConfigurationError: on this rank; a directory may be missing on one machine.
+    """
+    offload, parallel = config.offload, config.parallel
+    for option in ("offload_optimizer", "offload_parameters"):
+        directory = directory_of(getattr(offload, option))
+        if directory is not None:
+            os.close(open_unnamed(directory, option))
+    if offload.offload_optimizer is None or device_type != "cuda" or parallel.tp_size * parallel.ep_size == 1:
+        return
+    for optim in optimizers:
+        if granularity_of(optim) is not Granularity.ELEMENT:
+            raise ConfigurationError(
+                f"{type(optim).__name__} reads whole parameters, whose parts tensor- or expert-parallel ranks exchange "
+                "on their GPUs; use offload_optimizer=None, or AdamW"
+            )
+
+
+class OffloadedStates(Storage):
+    """Where the options put states and shards of parameters."""
+
+    def __init__(self, config: HybridParallelConfig, mesh: HybridMesh) -> None:
+        self._config, self._mesh = config, mesh
+
+    def of_states(self, optim: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> StateMemory:
+        """Return the memory for an optimizer's states; all ranks must call this.
+
+        Args:
+            params: the local parameters that it trains.
+
+        Raises:
+            ConfigurationError: if a directory cannot hold them; raised on all ranks, before anything is sharded.
+        """
+        place = self._config.offload.offload_optimizer
+        directory, on_gpu = directory_of(place), self._mesh.device.type == "cuda"
+        if place is not None and on_gpu:
+            _prepare_for_host(optim)
+        if directory is None:
+            return HostMemory() if place is not None and on_gpu else StateMemory()
+        size = 0
+        for param in params:
+            updated = torch.promote_types(param.dtype, torch.float32)
+            own = updated if self._config.mixed_precision.master_weights else param.dtype
+            size += param.numel() * updated.itemsize  # its gradient
+            size += param.numel() * own.itemsize * (own != param.dtype)
+            size += param.numel() * own.itemsize * 2 * (type(optim).__name__ in _TWO_STATES)
+        return FileMemory(self._open(directory, "offload_optimizer", size))
+
+    def of_shards(self, params: Sequence[nn.Parameter]) -> SharedSegment | None:
+        """Return the memory of shards of parameters, None if they are on their device; all ranks must call this.
+
+        Args:
+            params: the local parameters that are to be sharded.
+
+        Raises:
+            ConfigurationError: if a directory cannot hold them; raised on all ranks.
+        """
+        place = self._config.offload.offload_parameters
+        directory = directory_of(place)
+        if directory is None:
+            return HostSegment() if place is not None and self._mesh.device.type == "cuda" else None
+        size = sum(param.numel() * param.element_size() for param in params if is_sharded(param))
+        return self._open(directory, "offload_parameters", size)
+
+    def _open(self, directory: Path, option: str, size: int) -> PagedFile:
+        num_shards = self._config.zero.num_shards(self._mesh.size(DP_CP))
+
+        def open_file() -> PagedFile:
+            file = PagedFile(directory, option)
+            file.reserve(int(size / num_shards * _SLACK))
+            return file
+
+        return raise_on_all_ranks(open_file)
+
+
+def _prepare_for_host(optim: torch.optim.Optimizer) -> None:
+    """Have an optimizer of a GPU step on the host: Adam by torch's fused kernel, if the user has chosen none."""
+    for group in optim.param_groups if type(optim) in (torch.optim.Adam, torch.optim.AdamW) else ():
+        if group["fused"] is None and group["foreach"] is None and not group["capturable"]:
+            group["fused"] = True
