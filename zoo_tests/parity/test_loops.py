@@ -144,6 +144,23 @@ def test_losses_of_the_scripts_own(layout: str, zero_stage: int) -> None:
     run_on_ranks(LAYOUTS[layout].world_size, _own_losses, case)
 
 
+@pytest.mark.parametrize(
+    ("layout", "zero_stage"),
+    [
+        ("dp2", 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [("dp2", 2), ("dp2", 3), ("dp4", 1), ("tp2dp2", 0), ("pp2dp2", 1), ("cp2", 1), ("cp2dp2", 1)]
+        ),
+    ],
+)
+def test_losses_of_the_scripts_own_of_experts_on_other_ranks(layout: str, zero_stage: int) -> None:
+    """A rank's experts have tokens of all replicas, whose own losses have other weights."""
+    recipe = Recipe(family="mixtral", head="causal_lm", config=(("experts_implementation", "eager"),))
+    case = Case(recipe=recipe, layout=layout, zero_stage=zero_stage, options=(("ep_size", 2),))
+    run_on_ranks(LAYOUTS[layout].world_size, _own_losses, case)
+
+
 def _misuse(case: Case) -> list[str]:
     """What is refused on all ranks, and the one line about labels."""
     boosted = boost(case)
@@ -456,8 +473,10 @@ def test_embeddings_as_inputs(family: str, layout: str) -> None:
 
 
 def _check_gradients(boosted: Boosted, plain: nn.Module) -> None:
+    """Routers and norms of mixtures of experts compute in fp32, whatever their weights are."""
+    limits = EXACT if boosted.plugin.config.parallel.ep_size == 1 else {"rtol": 1e-4, "atol": 1e-6, "check_device": False}
     expected = {name: param.grad for name, param in plain.named_parameters(remove_duplicate=False)}
     found: dict[str, Tensor] = boosted.optimizer.full_gradients()
     assert found
     for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(gradient, expected[name], **limits, msg=lambda text, name=name: f"{name}: {text}")
