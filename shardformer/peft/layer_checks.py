@@ -15,6 +15,7 @@ from shardformer.peft.kinds import (
     adapter_configs,
     inner_module,
     is_a,
+    is_adapter_part,
     is_exactly,
     kind_of,
     model_inside,
@@ -24,12 +25,13 @@ from shardformer.peft.kinds import (
 from shardformer.peft.prompts import task_of
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
+from shardformer.stages.stage import StagePartitioner
 
 Layers = Mapping[str, nn.Module]
 
 
-def check_layers(layers: Layers, config: ShardConfig, policy: Policy) -> None:
-    """Check that the layers of peft, given by path, support the sharding of their model.
+def check_layers(model: nn.Module, layers: Layers, config: ShardConfig, policy: Policy) -> None:
+    """Check that the layers of peft in `model`, given by path, support its sharding.
 
     Raises:
         ValueError: they do not; the message has all reasons.
@@ -44,6 +46,8 @@ def check_layers(layers: Layers, config: ShardConfig, policy: Policy) -> None:
         problems.append("adapters of layers that several pipeline stages run are not summed over them; use pp_size=1")
     if config.stage_manager.num_stages > 1:
         problems += _problems_of_stages(layers, policy)
+        if layers and policy.stages is not None and not problems:
+            problems += _shared_by_stages(model, config, policy)
     if config.tensor_parallel_size > 1:
         problems += _problems_of_cuts(layers, f"tp_size={config.tensor_parallel_size}")
     if config.tensor_parallel_size > 1 or config.shards_experts:
@@ -79,6 +83,20 @@ def _problems_of_stages(layers: Layers, policy: Policy) -> list[str]:
             "or a model with tie_word_embeddings=False",
         ),
     ]
+
+
+def _shared_by_stages(model: nn.Module, config: ShardConfig, policy: Policy) -> list[str]:
+    """Report an adapter inside of a module that the script has put on several stages."""
+    stages = StagePartitioner(model, policy.base_path, policy.stages, config.stage_manager)
+    places: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        first = places.setdefault(id(module), path) if is_adapter_part(module) else path
+        if first != path and stages.holders(first) != stages.holders(path):
+            return [
+                f"{first} and {path} are one object with one adapter, whose gradients pp_size does not sum over its "
+                "stages; use pp_size=1, or give each place an object of its own"
+            ]
+    return []
 
 
 _CUT = (*LORA_LINEAR, *IA3_LINEAR, "lora embedding", "copied module")

@@ -277,7 +277,7 @@ def adapters_detached(model: nn.Module, config: ShardConfig, policy: Policy) -> 
         ValueError: adapters that cannot be sharded, or options that do not support them; `model` is unchanged then.
     """
     layers = dict(wrapped_layers(model))
-    check_layers(layers, config, policy)
+    check_layers(model, layers, config, policy)
     outermost = {path: layer for path, layer in layers.items() if not _is_inside_of_another(path, layers)}
     for path, layer in outermost.items():
         replace_module(model, path, inner_module(layer))

@@ -265,6 +265,13 @@ def _packed_model() -> nn.Module:
     return with_adapters(model, ("q_proj",))
 
 
+def _with_one_layer_twice() -> nn.Module:
+    """The last feed-forward is the first one, with the same adapters."""
+    model = FAMILIES["llama"].build("causal_lm", torch.float32)
+    model.model.layers[-1].mlp = model.model.layers[0].mlp
+    return with_adapters(model, ("up_proj",))
+
+
 @distributed(2)
 def test_what_cannot_be_cut_is_refused_before_anything_is_changed() -> None:
     overlap = {"tp_size": 2, "enable_sequence_parallelism": True, "enable_sequence_overlap": True}
@@ -277,6 +284,7 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed() -> None:
          "modules_to_save reaches model, whose layers pp_size distributes over stages; name modules inside"),
         (_with_adapters("llama", "causal_lm", kind="P_TUNING", **dict(_PROMPT)), {"cp_size": 2},
          "P_TUNING, whose virtual tokens need whole sequences on each rank, which cp_size=2 cuts"),
+        (_with_one_layer_twice(), {"pp_size": 2}, r"layers\.0\.mlp\.up_proj and .* are one object with one adapter"),
         (_packed_model(), {"tp_size": 2}, "quantised LlamaForCausalLM: model.layers.0.mlp.up_proj.weight is of a kind"),
     ):  # fmt: skip
         before = {name: type(module) for name, module in model.named_modules()}
