@@ -36,8 +36,8 @@ _LOGGED = re.compile(r"\{'[a-z].*\}|epoch \d+: .*|.*(?:perplexity|accuracy): .*"
 _NUMBER = re.compile(r"'?(\w+)'?: '?(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b")
 _TIMES = re.compile(r"token_id|runtime|per_second|samples|total_flos|memory|epoch|num_input_tokens|_time|^time|lr$")
 _TOLERANCE = 2e-4  # of four digits that are printed, in fp32
-# A softmax over positions does not see them: their gradient is rounding, which Adam makes a step of.
-_UNSEEN = re.compile(r"(qa_outputs|\.key)\.bias$")
+# A softmax over positions, or over choices, does not see them: their gradient is rounding, which Adam makes a step of.
+_UNSEEN = re.compile(r"(qa_outputs|\.key)\.bias$|^classifier\.bias of 1$")
 _SENTENCE = re.compile(r"^(?:\[rank\d\]: )?error: (.*)$", re.MULTILINE)
 Values = dict[str, list[float]]
 
@@ -135,8 +135,11 @@ def _judge(ended: subprocess.CompletedProcess, found: tuple[Values, dict], expec
                 return Outcome(DIFFERS, f"{name}: {one} for {other}")
     if expected[1].keys() != found[1].keys():
         return Outcome(DIFFERS, f"names of saved values: {sorted(expected[1].keys() ^ found[1].keys())[:3]}")
-    seen = {name: each for name, each in expected[1].items() if not _UNSEEN.search(name)}
-    apart = {name: float((found[1][name] - each).abs().max()) for name, each in seen.items()}
+    apart = {
+        name: float((found[1][name] - each).abs().max())
+        for name, each in expected[1].items()
+        if not _UNSEEN.search(name if each.numel() > 1 else f"{name} of 1")
+    }
     worst = max(apart, key=apart.__getitem__, default="")
     if apart.get(worst, 0.0) > _TOLERANCE:
         count = sum(each > _TOLERANCE for each in apart.values())
