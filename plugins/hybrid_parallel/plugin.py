@@ -216,9 +216,9 @@ class HybridParallelPlugin(Plugin):
 
     def relayout(self, plugin: Plugin, objects: TrainingObjects) -> TrainingObjects:
         """Move the state of boosted objects to new ones under the layout of another plugin; see `booster.relayout`."""
-        from plugins.hybrid_parallel.relayout.relayout import relayout
+        from plugins.hybrid_parallel.relayout import relayout
 
-        model, made = objects.model, relayout(self.grid, plugin, objects, self.config.mixed_precision)
+        model, made = objects.model, relayout(self.grid, plugin, objects)
         self._models = [each for each in self._models if each() is not model]
         return made
 
@@ -411,9 +411,13 @@ class HybridParallelPlugin(Plugin):
     def checkpoint_io(self) -> CheckpointIO:
         """Saves and loads models, optimizers and checkpoints under any layout."""
         # Imported here, because torch's checkpoint modules take half as long to import as torch itself.
-        from plugins.hybrid_parallel.elastic.memory_io import MemoryCheckpointIO
+        from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
 
-        return MemoryCheckpointIO(self.grid, self._plans)
+        if self._plans is None:
+            return HybridParallelCheckpointIO(self.grid)
+        from plugins.hybrid_parallel.elastic.snapshots import ElasticCheckpointIO
+
+        return ElasticCheckpointIO(self.grid, self._plans)
 
     # ----- steps of configure -----
 

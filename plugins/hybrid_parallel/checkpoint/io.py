@@ -34,7 +34,6 @@ from plugins.hybrid_parallel.checkpoint.state.dcp_storage import read_tensors, w
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, header_checksum, merge_tensors
 from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX, buffers_of_earlier_stages, model_tensors
-from plugins.hybrid_parallel.checkpoint.state.optimizer_state import merge_numbers
 from plugins.hybrid_parallel.checkpoint.state.retention import (
     MANIFEST,
     checkpoints_in,
@@ -43,7 +42,19 @@ from plugins.hybrid_parallel.checkpoint.state.retention import (
     keep_latest,
     remove_remains,
 )
-from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, restore, take_snapshot
+from plugins.hybrid_parallel.checkpoint.state.snapshot_files import (
+    KEPT,
+    MEMORY,
+    Snapshot,
+    keep_global_batch,
+    newest_snapshot,
+)
+from plugins.hybrid_parallel.checkpoint.state.training_state import (
+    StateSnapshot,
+    manifest_of,
+    restore,
+    take_snapshot,
+)
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from plugins.hybrid_parallel.guards import check_boosted
@@ -253,20 +264,25 @@ class HybridParallelCheckpointIO(CheckpointIO):
         self._background.finish()
         if resume not in (None, "latest"):
             raise ConfigurationError(f"resume='{resume}' is not known; use resume='latest' or leave it out")
-        path, manifest = self._latest(Path(directory)) if resume else (Path(directory), None)
-        manifest = manifest or self._verified(path)
+        found = self._snapshot(directory, resume is not None)
+        if found is not None:
+            loader = objects.get("dataloader")
+            raise_on_all_ranks(lambda: keep_global_batch(loader, found.manifest.state["dataloader"]), self.group)
+            manifest, fill = found.manifest, partial(found.fill, device=self.mesh.device)
+        else:
+            path, manifest = self._latest(Path(directory)) if resume else (Path(directory), None)
+            manifest = manifest or self._verified(path)
+            fill = partial(read_tensors, directory=path, manifest=manifest)
         model = objects.get("model")
         with nullcontext() if model is None else model.gathers.changing():
-            fill = partial(read_tensors, directory=path, manifest=manifest)
             restore(self.mesh, objects, fill, manifest, self.group)
         return from_json(manifest.state["extra"])
 
     def latest_checkpoint(self, folder: str) -> str | None:
-        """Return the newest complete checkpoint in a folder, the same on all ranks, or None if there is none."""
+        """Return the newest complete checkpoint in a folder, or the name of a newer snapshot; None without either."""
         self._background.finish()
-        return self._from_first(
-            lambda: next((str(path) for path in checkpoints_in(Path(folder)) if is_whole(path)), None), self.group
-        )
+        found = self._snapshot(folder, True)
+        return self._newest_on_disk(folder) if found is None else f"{MEMORY}{found.number}"
 
     def finish_saving(self) -> None:
         """Wait for a background save to finish."""
@@ -300,6 +316,33 @@ class HybridParallelCheckpointIO(CheckpointIO):
         return raise_on_all_ranks(lambda: PendingSave(path) if dist.get_rank() == 0 else None, group)
 
     # ----- loading -----
+
+    def _snapshot_folders(self, folder: Path | None) -> list[Path]:
+        """Return where snapshots may be: with a folder of checkpoints, what jobs that have ended have left there."""
+        return [] if folder is None else sorted(folder.glob(KEPT))
+
+    def _snapshot(self, directory: str, newest: bool) -> Snapshot | None:
+        """Return the snapshot that `directory` names, or with `newest` the newest one, if no checkpoint there is newer.
+
+        Raises:
+            ConfigurationError: the snapshot that is named does not exist.
+        """
+        if str(directory).startswith(MEMORY):
+            found = newest_snapshot(self._snapshot_folders(None), self.group)
+            if found is None:
+                raise ConfigurationError(f"the snapshot {directory} does not exist any more; give resume='latest'")
+            return found
+        found = newest_snapshot(self._snapshot_folders(Path(directory)), self.group) if newest else None
+        path = None if found is None else self._newest_on_disk(directory)
+        if path is None:
+            return found
+        on_disk = self._from_first(lambda: Manifest.read(Path(path) / MANIFEST).state["step"], self.group)
+        return None if (on_disk or 0) > (found.manifest.state["step"] or 0) else found
+
+    def _newest_on_disk(self, folder: str) -> str | None:
+        return self._from_first(
+            lambda: next((str(path) for path in checkpoints_in(Path(folder)) if is_whole(path)), None), self.group
+        )
 
     def _verified(self, path: Path) -> Manifest:
         """Read the manifest of a checkpoint, and verify all files against it; each rank verifies some of the files."""
@@ -348,16 +391,13 @@ def _write_part(path: Path, sequence: int, snapshot: StateSnapshot) -> list[Any]
     name = data_file(sequence, dist.get_rank())
     file = partial_directory(path) / name
     written = write_tensors(snapshot.tensors, file)
-    return [written, name, file.stat().st_size, header_checksum(file), snapshot.numbers]
+    return [[written, snapshot.numbers], name, file.stat().st_size, header_checksum(file)]
 
 
 def _publish(partial: PendingSave, snapshot: StateSnapshot, parts: list[Any], keep_last: int | None) -> None:
     """Complete the checkpoint from the descriptions of all ranks, and remove old checkpoints."""
-    state = dict(snapshot.state)
-    if state["optimizer"] is not None:
-        state["optimizer"] = {**state["optimizer"], **merge_numbers([numbers for *_, numbers in parts])}
-    files = {name: SavedFile(size, checksum) for _, name, size, checksum, _ in parts}
-    partial.publish(Manifest(partial.sequence, files, merge_tensors([written for written, *_ in parts]), state))
+    files = {name: SavedFile(size, checksum) for _, name, size, checksum in parts}
+    partial.publish(manifest_of(snapshot.state, [part for part, *_ in parts], partial.sequence, files))
     partial.close()
     if keep_last is not None:
         keep_latest(partial.path, keep_last)

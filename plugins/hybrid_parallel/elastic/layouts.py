@@ -27,6 +27,7 @@ from booster.elastic.job_environment import ElasticPlace
 from booster.errors import ConfigurationError
 from booster.failure.failure_report import LEFT
 from booster.launch import elastic_place
+from plugins.hybrid_parallel.checkpoint.state.snapshot_files import newest_snapshot
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import control_group
@@ -41,18 +42,18 @@ class PlansAhead:
     """Layouts for other numbers of ranks.
 
     Args:
-        place: place of this rank in its elastic job; None if no plans are needed.
+        place: place of this rank in its elastic job; also an attribute.
         config: options of the plugin as the script gives them, which are for the largest number of ranks.
         known: plans that an earlier round has made: number of ranks -> description.
     """
 
     def __init__(
         self,
-        place: ElasticPlace | None = None,
-        config: HybridParallelConfig | None = None,
+        place: ElasticPlace,
+        config: HybridParallelConfig,
         known: dict[str, Any] | None = None,
     ) -> None:
-        self._place, self._config, self._known = place, config, known or {}
+        self.place, self._config, self._known = place, config, known or {}
         self._process: subprocess.Popen | None = None
         self._result: Path | None = None  # where the plans will be
         self._is_asked = False
@@ -72,15 +73,15 @@ class PlansAhead:
             model: the boosted model; nothing is planned if it cannot be built from its configuration.
             loader: the boosted loader, which knows the global batch.
         """
-        if self._place is None or self._is_asked or self._known or dist.get_rank() != 0:
+        if self._is_asked or self._known or dist.get_rank() != 0:
             return
         self._is_asked = True
         if self._config.parallel.elastic_layouts is not None or model is None or loader is None:
             return
-        request = _request(self._place, self._config, model.unwrap(), loader)
+        request = _request(self.place, self._config, model.unwrap(), loader)
         if request is None:
             return
-        path = _request_path(self._place, request)
+        path = _request_path(self.place, request)
         self._result = _result_of(path)
         with path.with_name(_LOCK).open("w") as lock:
             try:
@@ -206,13 +207,10 @@ def for_present_ranks(options: dict[str, Any]) -> tuple[dict[str, Any], PlansAhe
             "before it"
         )
     place.note("started", rank=dist.get_rank())
-    # Imported here, because torch's checkpoint modules take half as long to import as torch itself.
-    from plugins.hybrid_parallel.elastic.snapshot_files import newest_snapshot
-
     config = HybridParallelConfig.from_options(**options)
     config.parallel.data_parallel_size(place.max_ranks)
-    found = newest_snapshot(None, control_group())
-    known = {} if found is None else found.headers[0]["plans"]
+    found = newest_snapshot([place.pieces], control_group())
+    known = {} if found is None else found.plans
     plans = PlansAhead(place, config, known)
     world_size = dist.get_world_size()
     if world_size == place.max_ranks:
@@ -220,7 +218,7 @@ def for_present_ranks(options: dict[str, Any]) -> tuple[dict[str, Any], PlansAhe
             "planned", rank=dist.get_rank(), layout=config.layout(config.parallel.data_parallel_size(world_size))
         )
         return options, plans
-    loader = None if found is None else found.state["dataloader"]
+    loader = None if found is None else found.manifest.state["dataloader"]
     global_batch = None if loader is None else loader["global_batch_size"]
     choice = LayoutChoice(options, config, known, global_batch)
     chosen = choice.best(world_size)

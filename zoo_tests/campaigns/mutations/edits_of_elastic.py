@@ -9,13 +9,13 @@ _LAYOUTS = "zoo_tests/hybrid_parallel/elastic/test_layouts.py"
 
 EDITS_OF_ELASTIC: dict[str, Edit] = {
     "copies of pieces stay on their machine": Edit(
-        "plugins.hybrid_parallel.elastic.snapshot_files",
+        "plugins.hybrid_parallel.elastic.snapshots",
         "there = rows[(index + 1) % len(rows)]",
         "there = rows[index]",
         (f"{_SNAPSHOT}::test_the_bits_of_a_save_and_a_load_after_the_loss_of_a_machine[fp32]",),
     ),
     "replicas keep their number of samples": Edit(
-        "plugins.hybrid_parallel.elastic.memory_io",
+        "plugins.hybrid_parallel.checkpoint.state.snapshot_files",
         'size, replicas = saved["global_batch_size"],',
         "size, replicas = loader.global_batch_size,",
         (f"{_SNAPSHOT}::test_the_bits_of_a_save_and_a_load_after_the_loss_of_a_machine[fp32]",),

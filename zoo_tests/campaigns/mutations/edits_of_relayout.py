@@ -1,4 +1,4 @@
-"""Edits of `plugins/hybrid_parallel/relayout`, and the tests that must fail."""
+"""Edits of `plugins/hybrid_parallel/relayout.py`, and the tests that must fail."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _TESTS = "zoo_tests/hybrid_parallel/relayout/test_relayout.py"
 
 EDITS_OF_RELAYOUT: dict[str, Edit] = {
     "parts of chunks read from their start": Edit(
-        "plugins.hybrid_parallel.relayout.exchange",
-        "part = part.narrow(dim, start, size)",
-        "part = part.narrow(dim, 0, size)",
+        "plugins.hybrid_parallel.checkpoint.state.exchange",
+        "chunk = chunk.narrow(dim, start, size)",
+        "chunk = chunk.narrow(dim, 0, size)",
         (f"{_TESTS}::test_the_bits_of_a_save_and_a_load[llama]",),
     ),
     "a refused layout keeps the user's optimizer": Edit(
-        "plugins.hybrid_parallel.relayout.relayout",
+        "plugins.hybrid_parallel.relayout",
         'group["params"] = params',
         "pass",
         (f"{_TESTS}::test_what_is_refused_leaves_the_job_as_it_was[layout-more than the model's]",),

@@ -70,6 +70,18 @@ def read_tensors(tensors: Mapping[str, GlobalTensor], directory: Path, manifest:
     _without_wrapping(lambda: dcp.load(dict(tensors), storage_reader=reader, planner=_LoadPlanner(), no_dist=True))
 
 
+def describe_tensors(tensors: Mapping[str, GlobalTensor], file: str) -> WrittenTensors:
+    """Return the description of rectangles that are in memory, as `write_tensors` would, with `file` as their file."""
+    return {
+        name: [
+            list(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            [[list(each.offsets), list(each.sizes), file, 0] for each in tensor.rectangles],
+        ]
+        for name, tensor in tensors.items()
+    }
+
+
 def plan_reads(tensors: Mapping[str, GlobalTensor], manifest: Manifest) -> list[tuple[ReadItem, Tensor]]:
     """Return the parts of chunks that fill rectangles, each with the memory that it is read into.
 

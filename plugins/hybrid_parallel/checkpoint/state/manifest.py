@@ -198,6 +198,12 @@ def chunk_key(name: str, offsets: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, offsets))}"
 
 
+def name_and_offsets(key: str) -> tuple[str, tuple[int, ...]]:
+    """Return the name of a tensor and the offsets of its chunk from `chunk_key`."""
+    name, _, offsets = key.rpartition("@")
+    return name, tuple(map(int, filter(None, offsets.split(","))))
+
+
 def header_checksum(path: Path) -> int:
     """Return the checksum of everything in a safetensors file that precedes the tensor data."""
     with path.open("rb") as file:

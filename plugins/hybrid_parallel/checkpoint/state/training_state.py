@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from booster.checkpoint import take_state
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
-from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, merge_tensors
 from plugins.hybrid_parallel.checkpoint.state.model_state import clear_padding, model_tensors, tensors_to_fill
 from plugins.hybrid_parallel.checkpoint.state.optimizer_state import (
     OptimizerLoad,
     check_fits,
+    merge_numbers,
     optimizer_header,
     optimizer_numbers,
     optimizer_tensors,
@@ -128,6 +129,24 @@ class StateSnapshot:
     tensors: dict[str, GlobalTensor]
     numbers: dict[str, Any]
     state: dict[str, Any]
+
+
+def manifest_of(
+    state: dict[str, Any],
+    parts: Sequence[Sequence[Any]],
+    sequence: int = 0,
+    files: dict[str, SavedFile] | None = None,
+) -> Manifest:
+    """Return the manifest of a state, wherever its tensors are.
+
+    Args:
+        state: what is identical on all ranks.
+        parts: of each rank, the description of its tensors and its optimizer numbers.
+        sequence, files: see `Manifest`.
+    """
+    if state["optimizer"] is not None:
+        state = {**state, "optimizer": {**state["optimizer"], **merge_numbers([numbers for _, numbers in parts])}}
+    return Manifest(sequence, files or {}, merge_tensors([tensors for tensors, _ in parts]), state)
 
 
 def take_snapshot(

@@ -1,7 +1,7 @@
 """`booster.relayout`: the training objects of a running job under another layout, with the state of the present ones.
 
-The modules of the whole model, without values, are cut for the new layout as at `boost`. Then every rank asks for the
-rectangles of weights and states that it needs, as at the load of a checkpoint, and the ranks that have them send them.
+Each rank copies what it would write to a checkpoint to host memory. The modules of the whole model, without values, are
+cut for the new layout as at `boost`. Then the state is restored from those copies, as at the load of a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,74 +10,70 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from booster.errors import ConfigurationError
 from booster.plugin import Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, merge_tensors
-from plugins.hybrid_parallel.checkpoint.state.model_state import MASTER, buffers_of_earlier_stages
-from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX as MODEL
-from plugins.hybrid_parallel.checkpoint.state.optimizer_state import PREFIX as STATES
-from plugins.hybrid_parallel.checkpoint.state.optimizer_state import merge_numbers
-from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, restore, take_snapshot
-from plugins.hybrid_parallel.config.compute import PrecisionOptions
+from plugins.hybrid_parallel.checkpoint.state.async_save import Staging
+from plugins.hybrid_parallel.checkpoint.state.dcp_storage import describe_tensors
+from plugins.hybrid_parallel.checkpoint.state.exchange import read_from_ranks
+from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earlier_stages
+from plugins.hybrid_parallel.checkpoint.state.training_state import (
+    StateSnapshot,
+    manifest_of,
+    restore,
+    take_snapshot,
+)
 from plugins.hybrid_parallel.data.dataloader import LOADER_OPTIONS, ShardedDataLoader
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_optimizer, release
-from plugins.hybrid_parallel.relayout.exchange import Exchange, PresentMemory
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
-from shardformer.distributed.process_groups import message_group, world_group
 from shardformer.lazy import empty_copy, set_weight_reader
 from shardformer.shard_spec import ShardSpec
 from shardformer.utils.freed_memory import return_freed_memory
 
 
-def relayout(
-    mesh: HybridMesh, plugin: Plugin, objects: TrainingObjects, precision: PrecisionOptions
-) -> TrainingObjects:
+def relayout(mesh: HybridMesh, plugin: Plugin, objects: TrainingObjects) -> TrainingObjects:
     """Return objects under the layout of `plugin` that continue the training of `objects`; these end.
 
     Args:
         mesh: the present grid of ranks.
         plugin: a plugin for the same ranks.
-        precision: of the present plugin.
         objects: what `boost` returned: the model with all of its optimizers; schedulers and loaders.
 
     Raises:
-        ConfigurationError: the objects cannot move, or the model does not allow the layout; raised on all ranks, and
-            training can continue under the present layout.
+        ConfigurationError: the objects cannot move, there is no memory for their state, or the model does not allow
+            the layout; raised on all ranks, and training can continue under the present layout.
     """
     raise_on_all_ranks(lambda: _check(objects, plugin), control_group())
-    model, optimizers = objects.model, list(objects.optimizers)
-    keeps_precision = plugin.config.mixed_precision == precision
+    model, optimizers, is_training = objects.model, list(objects.optimizers), objects.model.training
     states = _states_of(model, optimizers, mesh)
     whole, loaders = _whole_model(model), [loader_for(each, plugin.dp_size) for each in objects.dataloaders]
     users = [optimizer.unwrap() for optimizer in optimizers]
     with LoadingStream().active(), _pointing_at(whole, optimizers):
         made = plugin.configure(TrainingObjects(whole, users, objects.lr_schedulers, loaders, objects.criterion))
-    for index, (snapshot, manifest) in enumerate(states):
-        present = [bucket for each in optimizers[index : index + 1] for bucket in each.buckets]
-        freed = _read_once(snapshot, manifest, keeps_precision)
-        memory = PresentMemory(snapshot.tensors, freed, present)
-        exchange = Exchange(snapshot.tensors, manifest, plugin.grid.device, message_group(world_group()), memory=memory)
-        if keeps_precision and len(states) == 1:  # otherwise the weights of all optimizers are in the first state
-            memory.release_copies()
-        _move(exchange, manifest, made.model if index == 0 else None, (made.optimizers or [None])[index], plugin.grid)
-    for new, old in zip(made.dataloaders, objects.dataloaders, strict=True):
-        new.load_state_dict(old.state_dict())
-    made.model.training = model.training
-    for scheduler in objects.lr_schedulers:
-        _follow(scheduler, dict(zip(map(id, optimizers), made.optimizers, strict=True)))
+    _release_shared_memory(model)
     release(model)
     gc.collect()  # the modules and parameters of a model refer to each other
     return_freed_memory()
+    for index, optimizer in enumerate(made.optimizers or [None]):
+        _restore(plugin.grid, made.model if index == 0 else None, optimizer, *states.pop(0))
+    return_freed_memory()
+    for new, old in zip(made.dataloaders, objects.dataloaders, strict=True):
+        new.load_state_dict(old.state_dict())
+    made.model.training = is_training
+    for scheduler in objects.lr_schedulers:
+        _follow(scheduler, dict(zip(map(id, optimizers), made.optimizers, strict=True)))
     return made
 
 
@@ -118,66 +114,45 @@ def _check_optimizer(optimizer: HybridParallelOptimizer) -> None:
 def _states_of(
     model: HybridParallelModel, optimizers: Sequence[HybridParallelOptimizer], mesh: HybridMesh
 ) -> list[tuple[StateSnapshot, Manifest]]:
-    """Return the states of the model with its first optimizer, and of each further optimizer."""
+    """Return copies of the states of the model with its first optimizer, and of each further optimizer."""
     for optimizer in optimizers:
         optimizer.wait_for_parameters()
     elsewhere = buffers_of_earlier_stages(model, mesh, control_group())
 
-    def take() -> list[StateSnapshot]:
+    def copies() -> list[StateSnapshot]:
         first, *others = optimizers or [None]
         found = [take_snapshot(mesh, {"model": model, "optimizer": first}, {}, elsewhere)]
-        return found + [take_snapshot(mesh, {"optimizer": each}, {}, ()) for each in others]
+        found += [take_snapshot(mesh, {"optimizer": each}, {}, ()) for each in others]
+        return [Staging().copy(each) for each in found]
 
-    return [(each, _manifest_of(each)) for each in raise_on_all_ranks(take, control_group())]
-
-
-def _manifest_of(snapshot: StateSnapshot) -> Manifest:
-    """Describe the state of all ranks; the file of a chunk is the rank that has it."""
-    own = {
-        name: [
-            list(tensor.shape),
-            str(tensor.dtype).removeprefix("torch."),
-            [
-                [list(each.offsets), list(each.sizes), str(torch.distributed.get_rank()), 0]
-                for each in tensor.rectangles
-            ],
-        ]
-        for name, tensor in snapshot.tensors.items()
-    }
-    parts = all_gather_json([own, snapshot.numbers])
-    state = dict(snapshot.state)
-    if state["optimizer"] is not None:
-        state["optimizer"] = {**state["optimizer"], **merge_numbers([numbers for _, numbers in parts])}
-    return Manifest(0, {}, merge_tensors([tensors for tensors, _ in parts]), state)
+    rank = str(dist.get_rank())  # in the place of files: who has a chunk
+    states = raise_on_all_ranks(copies, control_group())
+    parts = [all_gather_json([describe_tensors(each.tensors, rank), each.numbers]) for each in states]
+    return [(each, manifest_of(each.state, part)) for each, part in zip(states, parts, strict=True)]
 
 
-def _read_once(snapshot: StateSnapshot, manifest: Manifest, keeps_precision: bool) -> frozenset[str]:
-    """Return the tensors that are read once: weights and states, each into its own place of the new layout.
-
-    Under another precision, masters may be made of weights, and weights of masters.
-    """
-    masters = {name for name in manifest.tensors if name.endswith(f"/{MASTER}")}
-    if not keeps_precision:
-        return frozenset(name for name in snapshot.tensors if name.startswith(STATES) and name not in masters)
-    weights = {
-        name
-        for name in snapshot.tensors
-        if name.startswith(MODEL) and (not masters or f"{STATES}{name.removeprefix(MODEL)}/{MASTER}" in masters)
-    }
-    return frozenset(weights | {name for name in snapshot.tensors if name.startswith(STATES)})
+def _release_shared_memory(model: HybridParallelModel) -> None:
+    """Give back the memory of the present layout that the ranks of a machine share, which outlives its tensors."""
+    for bucket in (bucket for optimizer in model.optimizers for bucket in optimizer.buckets):
+        flat, exchange = bucket.flat if bucket.sharded is None else bucket.sharded.shard, bucket.options.exchange
+        if (bucket.sharded is None or exchange.shard_file is None) and not flat.untyped_storage().resizable():
+            exchange.release(flat)
 
 
-def _move(
-    exchange: Exchange,
-    manifest: Manifest,
+def _restore(
+    mesh: HybridMesh,
     model: HybridParallelModel | None,
     optimizer: HybridParallelOptimizer | None,
-    mesh: HybridMesh,
+    state: StateSnapshot,
+    manifest: Manifest,
 ) -> None:
-    """Move a state to new objects."""
+    """Restore new objects from copies in the memory of all ranks."""
+    held = {(name, each.offsets): each.values for name, tensor in state.tensors.items() for each in tensor.rectangles}
+    holders = {str(rank): [rank] for rank in range(dist.get_world_size())}
+    fill = partial(read_from_ranks, held=held, holders=holders, manifest=manifest, device=mesh.device)
     objects = {"model": model, "optimizer": optimizer}
     with nullcontext() if model is None else model.gathers.changing():
-        restore(mesh, objects, exchange.fill, manifest, control_group(), with_random=model is not None)
+        restore(mesh, objects, fill, manifest, control_group(), with_random=model is not None)
 
 
 def _whole_model(model: HybridParallelModel) -> nn.Module:
