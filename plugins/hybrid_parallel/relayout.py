@@ -125,7 +125,7 @@ def _states_of(
         found += [take_snapshot(mesh, {"optimizer": each}, {}, ()) for each in others]
         return [Staging().copy(each) for each in found]
 
-    rank = str(dist.get_rank())  # in the place of files: who has a chunk
+    rank = str(dist.get_rank())  # named instead of a file: who has a chunk
     states = raise_on_all_ranks(copies, control_group())
     parts = [all_gather_json([describe_tensors(each.tensors, rank), each.numbers]) for each in states]
     return [(each, manifest_of(each.state, part)) for each, part in zip(states, parts, strict=True)]

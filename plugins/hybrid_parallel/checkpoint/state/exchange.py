@@ -22,7 +22,7 @@ Ints = tuple[int, ...]
 
 
 class _Move(NamedTuple):
-    """A part of a chunk that goes from one rank to another; all ranks sort moves alike.
+    """A part of a chunk that goes from one rank to another.
 
     Attributes:
         name: of the whole tensor.
