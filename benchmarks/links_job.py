@@ -22,7 +22,7 @@ from benchmarks.harness import turns
 from benchmarks.links_model import BATCH, LENGTH, ROWS, VOCABULARY, build, cases, layouts
 from booster import Booster, launch_from_torch
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.planner.calibrate import measure_device, measure_links, slowest
+from plugins.hybrid_parallel.planner.calibrate import measure_device, measure_link, slowest
 from plugins.hybrid_parallel.planner.device import Link
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.predict import Predictor
@@ -54,6 +54,23 @@ def main() -> None:
     dist.destroy_process_group()
     found["predicted"] = predictions(links, here, world_size)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+def measure_links(device: torch.device, ranks_per_machine: int) -> tuple[Link, Link]:
+    """Measure the links inside machines and between them, in a job whose machines have as many ranks each.
+
+    Collective: all ranks of the job must call this. All pairs of machines are measured at the same time, as many as a
+    machine has ranks, since training does so too.
+    """
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    machines = [list(range(first, first + ranks_per_machine)) for first in range(0, world_size, ranks_per_machine)]
+    across = [list(range(place, world_size, ranks_per_machine)) for place in range(ranks_per_machine)]
+    found = []
+    for partition in (machines, across):
+        groups = [dist.new_group(ranks) for ranks in partition]
+        own = next(group for group, ranks in zip(groups, partition, strict=True) if rank in ranks)
+        found.append(measure_link(device, own))
+    return found[0], found[1]
 
 
 def predictions(links: Mapping[str, tuple[Link, Link]], ranks_per_machine: int, ranks: int) -> dict[str, list[float]]:

@@ -1,1 +1,1 @@
-"""Reports and plots: the parameters that each rank holds, and the timeline of a pipeline."""
+"""Reports: the parameters that each rank holds, and the timeline of a pipeline."""

@@ -99,7 +99,7 @@ def measure_device(
     Args:
         device: this rank's device, which is not known without the process group.
         build, length, precision, cases: see `calibrate`.
-        inside, between: the links of a machine and of its network, see `measure_links`.
+        inside, between: the links of a machine and of its network.
         node_size: number of ranks of a machine.
         ranks: number of ranks that share this machine's memory.
 
@@ -140,23 +140,6 @@ def slowest(found: Sequence[tuple[Device, Mapping[Case, MeasuredParts]]]) -> Cal
     """Combine what the ranks have measured: of each case the slowest."""
     device, parts = found[0]
     return Calibration(device, {case: max((each[1][case] for each in found), key=_total) for case in parts})
-
-
-def measure_links(device: torch.device, ranks_per_machine: int) -> tuple[Link, Link]:
-    """Measure the links inside machines and between them, in a job whose machines have as many ranks each.
-
-    Collective: all ranks of the job must call this. All pairs of machines are measured at the same time, as many as a
-    machine has ranks, since training does so too.
-    """
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    machines = [list(range(first, first + ranks_per_machine)) for first in range(0, world_size, ranks_per_machine)]
-    across = [list(range(place, world_size, ranks_per_machine)) for place in range(ranks_per_machine)]
-    found = []
-    for partition in (machines, across):
-        groups = [dist.new_group(ranks) for ranks in partition]
-        own = next(group for group, ranks in zip(groups, partition, strict=True) if rank in ranks)
-        found.append(measure_link(device, own))
-    return found[0], found[1]
 
 
 def measure_link(device: torch.device, group: ProcessGroup | None = None) -> Link:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
@@ -10,9 +10,8 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from plugins.hybrid_parallel.planner.costs import Memory, StageCost
 from plugins.hybrid_parallel.planner.layout import Layout
-from plugins.hybrid_parallel.planner.planned_buckets import PlannedBucket, RankParameters, plan_buckets
+from plugins.hybrid_parallel.planner.planned_buckets import PlannedBucket, RankParameters
 from plugins.hybrid_parallel.planner.profile import Profile
-from plugins.hybrid_parallel.planner.stage_map import StageParts
 from plugins.hybrid_parallel.zero.reducer import IN_FLIGHT, KEPT_BUFFERS
 
 
@@ -148,33 +147,15 @@ class StaticMemory:
         return self.parameters + self.masters + self.gradients + self.states + self.buffers
 
 
-def count_static(
-    stages: Mapping[int, StageParts],
-    profile: Profile,
-    config: HybridParallelConfig,
-    num_replicas: int,
-    replica: int = 0,
-    device_type: str = "cpu",
-) -> StaticMemory:
-    """Count the persistent bytes of a rank that holds `stages` and trains with AdamW.
+def static_of(held: RankParameters, profile: Profile, config: HybridParallelConfig, replica: int = 0) -> StaticMemory:
+    """Count the persistent bytes of a rank that trains with AdamW.
 
     Args:
-        stages: index of each stage of the rank -> its parts.
+        held: its parameters.
         profile: the profile for the layout's tensor-parallel size.
         config: the layout.
-        num_replicas: data-parallel times context-parallel ranks.
-        replica: position among them of the rank that is counted.
-        device_type: "cpu" or "cuda", on which the default size of buckets depends.
-
-    Raises:
-        ConfigurationError: `zero_size` does not divide the replicas.
+        replica: position of the rank among the data-parallel times context-parallel ranks.
     """
-    num_shards = config.zero.num_shards(num_replicas)
-    return static_of(plan_buckets(stages, profile, config, num_shards, device_type), profile, config, replica)
-
-
-def static_of(held: RankParameters, profile: Profile, config: HybridParallelConfig, replica: int = 0) -> StaticMemory:
-    """Count the persistent bytes of a rank, given its buckets; see `count_static`."""
     num_shards = held.num_shards
     index = replica % num_shards  # neighbours share the states
     parameters = held.frozen_whole + sum(size // num_shards for size in held.frozen_units.values())

@@ -134,7 +134,8 @@ def _forward_of(kind: type[nn.Module]) -> str:
 @cache
 def _sources() -> int:
     """Return the time of the last change of this library."""
-    return max(file.stat().st_mtime_ns for package in _PACKAGES for file in package.rglob("*.py"))
+    kinds = ("*.py", "*.json")
+    return max(file.stat().st_mtime_ns for package in _PACKAGES for kind in kinds for file in package.rglob(kind))
 
 
 def _write(file: Path, report: LayoutReport) -> None:

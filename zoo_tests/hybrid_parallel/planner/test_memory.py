@@ -19,10 +19,11 @@ from booster import Booster
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.planner.device import PRESETS
 from plugins.hybrid_parallel.planner.layout import Layout
+from plugins.hybrid_parallel.planner.planned_buckets import plan_buckets
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
-from plugins.hybrid_parallel.planner.rank_memory import StaticMemory, count_static
+from plugins.hybrid_parallel.planner.rank_memory import StaticMemory, static_of
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from shardformer.quantised import stored_tensors
 from shardformer.utils.untraced import SavedResults
@@ -60,7 +61,9 @@ def _check_states(case: Case) -> None:
     for rank in range(0, world_size, tp_size):
         place, replica = divmod(rank // tp_size, replicas)
         own = config.schedule.stages_of(place, pp_size, config.chunks_per_rank)
-        counted = count_static({stage: stages[stage] for stage in own}, profile, config, replicas, replica)
+        num_shards = config.zero.num_shards(replicas)
+        held = plan_buckets({stage: stages[stage] for stage in own}, profile, config, num_shards, "cpu")
+        counted = static_of(held, profile, config, replica)
         built = static_memory(case.recipe.model, config, world_size, rank)
         names = ("parameters", "masters", "gradients", "states")
         assert {name: getattr(counted, name) for name in names} == {name: getattr(built, name) for name in names}, rank
@@ -117,7 +120,8 @@ def test_counted_states_within_groups_of_replicas() -> None:
     profile = Profiler(case.recipe.model, _LENGTH, _HERE, "fp32").profile(1, False)
     config = HybridParallelConfig.from_options(**case.plugin_options)
     stages = dict(enumerate(ModelMap(case.recipe.model).stages(1)))
-    counted = [count_static(stages, profile, config, 4, replica) for replica in range(4)]
+    held = plan_buckets(stages, profile, config, config.zero.num_shards(4), "cpu")
+    counted = [static_of(held, profile, config, replica) for replica in range(4)]
     assert [replace(each, buffers=0) for each in counted] == [
         replace(each, buffers=0) for each in run_on_ranks(4, _states_of_rank, case)
     ]
