@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from booster import failure
 from booster.errors import ConfigurationError, checks_arguments
-from booster.launch import debug_is_asked, elastic_place
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.json_layout import is_planned, options_at
@@ -30,13 +29,14 @@ from plugins.hybrid_parallel.debug.consistency import check_options
 from plugins.hybrid_parallel.distributed.agreement import broadcast_json, naming_ranks
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, announce_grid, build_mesh
+from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
 from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_optimizer
 from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas, share_of_counted
 from plugins.hybrid_parallel.loss.replica_losses import LossKind, loss_and_count, over_replicas
 from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
 from plugins.hybrid_parallel.setup.optimizer import build_trained
 from plugins.hybrid_parallel.step.execute_pipeline import run_batch
-from plugins.hybrid_parallel.step.user_loop import UserLoop, agree
+from plugins.hybrid_parallel.step.user_loop import agree
 from plugins.hybrid_parallel.zero.backward_checks import LabelCounts, check_weights_in_loss, refuse_backward
 from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients, counting
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
@@ -62,14 +62,8 @@ class HybridParallelPlugin(Plugin):
 
     @partial(checks_arguments, example="HybridParallelPlugin(tp_size=2, pp_size=2)")
     def __init__(self, /, **options: Any) -> None:
-        self._plans = None
-        if elastic_place() is not None:
-            # Imported here: few jobs are elastic.
-            from plugins.hybrid_parallel.elastic.layouts import for_present_ranks
-
-            options, self._plans = for_present_ranks(options)
-        config = HybridParallelConfig.from_options(**options)
-        self.config = replace(config, debugging=replace(config.debugging, debug=True)) if debug_is_asked() else config
+        options, self._plans = options_of_job(options)
+        self.config = HybridParallelConfig.from_options(**options)
         if dist.is_initialized():
             self.config.parallel.data_parallel_size(dist.get_world_size())
         self._models: list[weakref.ref[HybridParallelModel]] = []
@@ -142,7 +136,7 @@ class HybridParallelPlugin(Plugin):
         shape = parallel.mesh_shape(dist.get_world_size())
         self.config.zero.num_shards(shape[1] * shape[2])
         check_options(self.config.options())
-        grid = build_mesh(*shape, self.config.debugging.debug, self._placement(), parallel.ep_size)
+        grid = build_mesh(*shape, self.config.checks_collectives, self._placement(), parallel.ep_size)
         announce_grid(grid.device_mesh.mesh)
         return grid
 
@@ -252,7 +246,7 @@ class HybridParallelPlugin(Plugin):
             if synchronises:
                 check_kind(kind, self.grid)
         if kind is LossKind.MEAN_OF_ROWS and synchronises:
-            self._labels.compare(loss, self._user_loop_of(optimizer))
+            self._labels.compare(loss, self._model_of(optimizer).user_loop)
         count = None if count is None else over_replicas(count, self.grid)
         with ExitStack() as stack:
             stack.enter_context(naming_ranks())
@@ -285,11 +279,10 @@ class HybridParallelPlugin(Plugin):
             self._loading.first_batches.compare(optimizer.trace.microbatches[-1])
 
     def _compare_ranks(self, optimizer: HybridParallelOptimizer) -> None:
-        """Compare in debug mode what ranks share: a pass would spread what has diverged since the last step."""
-        for reference in self._models if self.config.debugging.debug else ():
-            model = reference()
-            if model is not None and optimizer in model.optimizers:
-                model.synchrony.run_at(self.config.debugging.synchrony_interval, model.optimizers)
+        """Compare what ranks share, if it is due: a pass would spread what has diverged since the last step."""
+        for model in self._live_models():
+            if optimizer in model.optimizers:
+                model.synchrony.run_if_due(model.optimizers)
 
     def _run_pipelines_back(self, optimizer: HybridParallelOptimizer, synchronises: bool) -> None:
         """Run the pipelines of all models whose outputs the loss has reached."""
@@ -305,21 +298,19 @@ class HybridParallelPlugin(Plugin):
         """Return the models that this plugin has boosted."""
         return [model for reference in self._models if (model := reference()) is not None]
 
-    def _user_loop_of(self, optimizer: HybridParallelOptimizer) -> UserLoop:
-        return next(model.user_loop for model in self._live_models() if optimizer in model.optimizers)
+    def _model_of(self, optimizer: HybridParallelOptimizer) -> HybridParallelModel:
+        return next(model for model in self._live_models() if optimizer in model.optimizers)
 
-    def _check_sum(self, is_asked: bool, synchronises: bool) -> None:
+    def _check_sum(self, is_asked: bool, synchronises: bool, optimizer: HybridParallelOptimizer) -> None:
         """Refuse a loss (sum, count) whose count over all passes must be known, or added up, in another way."""
         if synchronises != is_asked:
             raise ConfigurationError(
                 "gradient hooks run on the gradients of each pass, which a (sum, count) inside of no_sync divides by "
                 "the count of later passes too; remove the hooks, or leave no_sync out"
             )
-        if self.config.debugging.reproducible and self.grid.size(DP_CP) > 1:
-            raise ConfigurationError(
-                "booster.backward got (sum, count), whose sums over replicas round in another way than that of all, so "
-                "that reproducible=True does not hold; use outputs.loss, or a criterion of execute_pipeline"
-            )
+        units = self._model_of(optimizer).units
+        if units is not None:
+            units.refuse_sums()
 
     @failure.guard("booster.execute_pipeline")
     def execute_pipeline(
@@ -391,7 +382,7 @@ class HybridParallelPlugin(Plugin):
 
     def expert_load(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the tokens of each expert of the last step, by layer; nothing if they are not counted."""
-        return model.expert_load() if self.config.policy.counts_experts else {}
+        return {} if model.token_counts is None else model.expert_load()
 
     def peak_flops(self) -> float | None:
         """Return the FLOP/s of this rank's GPU by its vendor's specification; None for another device."""
@@ -410,14 +401,7 @@ class HybridParallelPlugin(Plugin):
     @cached_property
     def checkpoint_io(self) -> CheckpointIO:
         """Saves and loads models, optimizers and checkpoints under any layout."""
-        # Imported here, because torch's checkpoint modules take half as long to import as torch itself.
-        from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
-
-        if self._plans is None:
-            return HybridParallelCheckpointIO(self.grid)
-        from plugins.hybrid_parallel.elastic.snapshots import ElasticCheckpointIO
-
-        return ElasticCheckpointIO(self.grid, self._plans)
+        return checkpoints_of_job(self.grid, self._plans)
 
     # ----- steps of configure -----
 

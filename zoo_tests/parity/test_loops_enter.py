@@ -49,14 +49,14 @@ def _enter(case: Case, in_pipeline: bool) -> tuple[list[Any], dict[str, torch.Te
     rounded = [backend for backend in backends if isinstance(backend, Float8)]
 
     def look(module: nn.Module, args: Any) -> None:
-        watch = model.trace.watch
+        watch, counts = model.trace.watch, model.token_counts
         seen.append(
             {
                 "training": (module.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")),
                 "rounds weights once": [backend._weights is not None for backend in rounded],
                 "gathers": model.gathers._depth > 0,
                 "micro-batch": None if watch is None else watch._key,
-                "counts experts": None if model.expert_balance is None else model.expert_balance._load._is_counting,
+                "counts experts": None if counts is None else counts.__self__._load._is_counting,
             }
         )
 
@@ -67,7 +67,7 @@ def _enter(case: Case, in_pipeline: bool) -> tuple[list[Any], dict[str, torch.Te
     for step in range(2):
         numbers[f"loss {step}"] = backward(boosted.share(case.recipe.batch(step))).detach().float()
         boosted.finish_step()
-    if model.expert_balance is not None:
+    if model.token_counts is not None:
         numbers |= model.expert_load()
     numbers |= {name: param.detach().clone() for name, param in model.state_dict().items()}
     model.eval()

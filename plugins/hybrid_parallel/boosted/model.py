@@ -25,7 +25,6 @@ from plugins.hybrid_parallel.data.microbatch import stand_in, to_device, without
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import StepTrace
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
-from plugins.hybrid_parallel.features.expert_load import ExpertBalance
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.contrastive import compares_samples
@@ -39,8 +38,6 @@ from plugins.hybrid_parallel.loss.step_loss import (
     TokenLogProbs,
     next_tokens,
 )
-from plugins.hybrid_parallel.offload.activations import OffloadedActivations
-from plugins.hybrid_parallel.offload.stores import Store
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.reproducible.units import Units
 from plugins.hybrid_parallel.step.outputs import (
@@ -61,7 +58,6 @@ from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.distributed.random import SharedStream
 from shardformer.generation import generate_by
-from shardformer.layers.fp8 import weights_rounded_once
 from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
 from shardformer.shard_spec import annotate, grad_group_of, parameter_like
@@ -129,6 +125,7 @@ class HybridParallelModel(ModelApi):
         batches_seen: number of training batches so far.
         checked_full_batch: whether a batch has filled the pipeline; from then on batches may be short.
         around_passes: what features hang around each pass; see `in_pass`.
+        token_counts: returns the tokens of each expert in the last step; None if they are not counted.
     """
 
     def __init__(self, runtime: PipelineRuntime, context: ShardContext) -> None:
@@ -141,12 +138,9 @@ class HybridParallelModel(ModelApi):
         self.head_loss = self.losses.head_loss
         self.trace, self.synchrony = StepTrace(), SynchronyCheck(self)
         self.gathers, self.batches_seen = ParameterGathers(), 0
-        self.activations: OffloadedActivations | None = None
-        self.around_passes: list[AroundPass] = [lambda this: weights_rounded_once(self.module)]
-        if self.stream is not None:
-            self.around_passes.append(self._draw_from_stream)
+        self.around_passes: list[AroundPass] = [] if self.stream is None else [self._draw_from_stream]
         self.checked_full_batch = self._layers_cast = False
-        self.expert_balance: ExpertBalance | None = None
+        self.token_counts: Callable[[], dict[str, Tensor]] | None = None
         self.options = ForwardOptions(module, mesh)
         self.user_loop = UserLoop(self, context.pipeline)
         write_whole(self)
@@ -189,21 +183,8 @@ class HybridParallelModel(ModelApi):
                 self.gathers.units.add(self.module)
         self.runtime.register_microbatch_hook(lambda index: self.gathers.release_all())
 
-    def offload_activations(self, store: Store) -> None:
-        """Move what layers save for the backward pass to a store until it is needed."""
-        self.activations = OffloadedActivations(store, self.mesh.device)
-        for stage in self.runtime.stages:
-            with self.runtime.viewing(stage):
-                self.activations.add(self.module)
-        self.runtime.register_microbatch_hook(lambda index: self.activations.begin_pass())
-        self.around_passes.append(self._move_activations)
-
-    def _move_activations(self, this: Pass) -> AbstractContextManager[None]:
-        return nullcontext() if this.kind is PassKind.GENERATE else self.activations.running()
-
     def _draw_from_stream(self, this: Pass) -> AbstractContextManager[None]:
-        draws = self.training and this.kind is not PassKind.GENERATE
-        return self.stream.active() if draws else nullcontext()
+        return self.stream.active() if self.training and not this.generates else nullcontext()
 
     def begin_training(
         self, batch: Mapping[str, Any], check: Callable[[Mapping[str, Any], HybridMesh], None] = check_batch
@@ -360,12 +341,12 @@ class HybridParallelModel(ModelApi):
         Raises:
             ConfigurationError: if tokens are not counted.
         """
-        if self.expert_balance is None:
+        if self.token_counts is None:
             raise ConfigurationError(
                 "model.expert_load() finds no counts, because count_expert_load=False; use "
                 "HybridParallelPlugin(count_expert_load=True)"
             )
-        return self.expert_balance.of_last_step()
+        return self.token_counts()
 
     def step_loss(
         self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]

@@ -99,6 +99,11 @@ class HybridParallelConfig:
         return self.parallel.pp_size > 1 or self.debugging.reproducible
 
     @property
+    def checks_collectives(self) -> bool:
+        """Whether ranks compare their calls of collectives."""
+        return self.debugging.debug
+
+    @property
     def chunks_per_rank(self) -> int:
         """Number of stages per rank."""
         return self.pipeline.chunks_per_rank(self.parallel.pp_size)

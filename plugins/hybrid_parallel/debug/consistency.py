@@ -89,10 +89,14 @@ class SynchronyCheck:
 
     Args:
         model: the boosted model.
+
+    Attributes:
+        interval: number of steps between two comparisons; None for those alone that the user asks for.
     """
 
     def __init__(self, model: SharedModel) -> None:
         self.model, self.mesh = model, model.mesh
+        self.interval: int | None = None
         self._last_good: int | None = None
 
     def run(self, optimizers: Sequence[HybridParallelOptimizer]) -> None:
@@ -125,9 +129,9 @@ class SynchronyCheck:
             f"seen first after step {step}{since}; go back to a checkpoint from before"
         )
 
-    def run_at(self, interval: int, optimizers: Sequence[HybridParallelOptimizer]) -> None:
+    def run_if_due(self, optimizers: Sequence[HybridParallelOptimizer]) -> None:
         """Compare at every `interval`-th step."""
-        if all(optimizer.num_steps % interval == 0 for optimizer in optimizers):
+        if self.interval is not None and all(optimizer.num_steps % self.interval == 0 for optimizer in optimizers):
             self.run(optimizers)
 
     def _scopes(self, optimizers: Sequence[HybridParallelOptimizer]) -> Iterator[_Scope]:

@@ -19,14 +19,15 @@ class Debug(Feature):
     """Checks every module for nan and inf, and compares what ranks must share."""
 
     def boosted(self, model: HybridParallelModel) -> None:
-        """Watch the modules, before an optimizer's hooks take the gradients away."""
+        """Watch the modules, before an optimizer's hooks take the gradients away; compare ranks from now on."""
         watch = model.trace.watch = ModuleWatch(model.unwrap())
         model.runtime.register_microbatch_hook(watch.begin_microbatch)
+        model.synchrony.interval = self.config.debugging.synchrony_interval
 
     def after_step(self, optimizer: HybridParallelOptimizer, model: HybridParallelModel) -> None:
         """Compare the ranks."""
         if not optimizer.step_was_skipped:
-            model.synchrony.run_at(self.config.debugging.synchrony_interval, [optimizer])
+            model.synchrony.run_if_due([optimizer])
 
 
 class RecordedSchedule(Feature):

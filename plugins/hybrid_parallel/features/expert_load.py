@@ -57,12 +57,13 @@ class CountedExperts(Feature):
     def boosted(self, model: HybridParallelModel) -> None:
         """Count in the passes of the model."""
         rate = self.config.policy.moe_router_bias_update_rate
-        balance = model.expert_balance = ExpertBalance(model.losses, model.mesh, rate)
-        model.around_passes.append(balance.around_pass)
+        self._balance = ExpertBalance(model.losses, model.mesh, rate)
+        model.around_passes.append(self._balance.around_pass)
+        model.token_counts = self._balance.of_last_step
 
     def after_step(self, optimizer: HybridParallelOptimizer, model: HybridParallelModel) -> None:
         """Move biases by the load since the last step."""
-        model.expert_balance.end_step(optimizer.step_was_skipped)
+        self._balance.end_step(optimizer.step_was_skipped)
 
 
 class ExpertBalance:

@@ -6,7 +6,7 @@ class, and a line of `FEATURES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from booster.launch import debug_is_asked, elastic_place
+from booster.plugin import CheckpointIO
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.config.zero import OffloadOptions
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
@@ -119,3 +121,39 @@ def features_of(config: HybridParallelConfig, model: nn.Module) -> tuple[Feature
             module, _, name = path.rpartition(".")
             found.append(getattr(import_module(module), name)(config))
     return tuple(found)
+
+
+def options_of_job(options: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the options of a plugin with what the job adds to them, and its plans for other numbers of ranks.
+
+    An elastic job has a layout for the ranks that are there, and plans; another job has none.
+
+    Args:
+        options: keywords of `HybridParallelPlugin`.
+
+    Raises:
+        ConfigurationError: no layout fits the ranks; raised on all of them.
+    """
+    options, plans = dict(options), None
+    if elastic_place() is not None:
+        # Imported here: few jobs are elastic.
+        from plugins.hybrid_parallel.elastic.layouts import for_present_ranks
+
+        options, plans = for_present_ranks(options)
+    return options | ({"debug": True} if debug_is_asked() else {}), plans
+
+
+def checkpoints_of_job(mesh: HybridMesh, plans: Any) -> CheckpointIO:
+    """Return what saves and loads checkpoints; in an elastic job, snapshots in memory too.
+
+    Args:
+        plans: those of `options_of_job`.
+    """
+    # Imported here, because torch's checkpoint modules take half as long to import as torch itself.
+    from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
+
+    if plans is None:
+        return HybridParallelCheckpointIO(mesh)
+    from plugins.hybrid_parallel.elastic.snapshots import ElasticCheckpointIO
+
+    return ElasticCheckpointIO(mesh, plans)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,9 +12,12 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
-from shardformer.layers.fp8 import check_fp8, multiply_in_fp8
+from shardformer.layers.fp8 import check_fp8, multiply_in_fp8, weights_rounded_once
 from shardformer.peft import adapter_configs, model_inside
 from shardformer.quantised import is_quantised, keep_format, kind_of_layer, quantised_layers, quantised_name
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 
 
 class QuantisedWeights(Feature):
@@ -79,3 +83,7 @@ class Float8Products(Feature):
     def sharded(self, parts: Parts) -> None:
         """Have linear layers multiply in FP8."""
         multiply_in_fp8(parts.module, self.config.mixed_precision.fp8_recipe)
+
+    def boosted(self, model: HybridParallelModel) -> None:
+        """Round weights once in each pass."""
+        model.around_passes.append(lambda this: weights_rounded_once(model.unwrap()))

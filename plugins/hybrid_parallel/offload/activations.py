@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from plugins.hybrid_parallel.config.zero import directory_of
 from plugins.hybrid_parallel.offload.saved_tensors import KeptTensor, SavedLayer, SavedStorage, SavedTensor
 from plugins.hybrid_parallel.offload.stores import FileCopy, FileStore, Store
 from shardformer.utils.untraced import in_backward
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.step.passes import Pass
 
 
 class PinnedStore:
@@ -234,6 +237,10 @@ class OffloadedActivations:
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedActivations:
         """Return one that moves nothing: the hooks of copies of a model call it."""
         return OffloadedActivations(self.store, self.device)
+
+    def around_pass(self, this: Pass) -> AbstractContextManager[None]:
+        """Move what forward passes save; generation saves nothing."""
+        return nullcontext() if this.generates else self.running()
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from plugins.hybrid_parallel.config.zero import directory_of
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
-from plugins.hybrid_parallel.offload.activations import activation_store, check_layers
+from plugins.hybrid_parallel.offload.activations import OffloadedActivations, activation_store, check_layers
 from plugins.hybrid_parallel.offload.paged_file import PagedFile, open_unnamed
 from plugins.hybrid_parallel.offload.stores import FileMemory, HostMemory, HostSegment, Store
 from plugins.hybrid_parallel.zero.bucket_layout import StateMemory, Storage
@@ -53,8 +53,14 @@ class Offload(Feature):
 
     def boosted(self, model: HybridParallelModel) -> None:
         """Move what layers save for the backward pass."""
-        if self._store is not None:
-            model.offload_activations(self._store)
+        if self._store is None:
+            return
+        activations = OffloadedActivations(self._store, model.mesh.device)
+        for stage in model.runtime.stages:
+            with model.runtime.viewing(stage):
+                activations.add(model.unwrap())
+        model.runtime.register_microbatch_hook(lambda index: activations.begin_pass())
+        model.around_passes.append(activations.around_pass)
 
 
 def check_places(optimizers: Sequence[torch.optim.Optimizer], config: HybridParallelConfig, device_type: str) -> None:

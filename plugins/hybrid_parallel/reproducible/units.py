@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import split_batch
-from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from shardformer.distributed.random import SharedStream, seed_default_generators
 from shardformer.utils.untraced import in_backward
 
@@ -163,6 +163,18 @@ class Units:
         rank = self._mesh.rank("dp")
         self.stream.begin_pass(step, sum(units[:rank]), sum(units))
         return max(units) if replicas_wait else units[rank]
+
+    def refuse_sums(self) -> None:
+        """Refuse a loss (sum, count), of which each replica has a sum of its own.
+
+        Raises:
+            ConfigurationError: if there are several replicas.
+        """
+        if self._mesh.size(DP_CP) > 1:
+            raise ConfigurationError(
+                "booster.backward got (sum, count), whose sums over replicas round in another way than that of all, so "
+                "that reproducible=True does not hold; use outputs.loss, or a criterion of execute_pipeline"
+            )
 
     def cut(self, batch: Mapping[str, Any], rows: int, tokens: Mapping[str, int]) -> list[dict[str, Any]]:
         """Return the units of a batch, in memory of their own: how a kernel rounds may depend on where it begins.

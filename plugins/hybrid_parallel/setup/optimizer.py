@@ -66,7 +66,7 @@ def build_trained(
     check_options_against_model(config, model, optimizers, names, mesh, features)
     original = [[list(group["params"]) for group in optim.param_groups] for optim in optimizers]
     number = seed()
-    with checked_collectives(config.debugging.debug):
+    with checked_collectives(config.checks_collectives):
         built = build_model(model, config, mesh, number, bool(optimizers), features)
     for optim, groups in zip(optimizers, original, strict=True):
         build_optimizer(optim, groups, names, built, config, mesh, number, len(original) == 1)

@@ -56,6 +56,11 @@ class Pass:
         """Whether gradients of its forward passes are needed."""
         return self.kind in (PassKind.STEP, PassKind.TRAIN)
 
+    @property
+    def generates(self) -> bool:
+        """Whether it makes tokens, for which nothing is trained or drawn from the model's stream."""
+        return self.kind is PassKind.GENERATE
+
 
 AroundPass = Callable[[Pass], AbstractContextManager[Any]]  # what a feature hangs into `model.around_passes`
 

@@ -107,8 +107,8 @@ class Trained:
         rows = slice(self.plugin.dp_rank * own, (self.plugin.dp_rank + 1) * own)
         self.losses = [self.step(batch(family, step, rows, length)) for step, length in enumerate(lengths)]
         self.weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        activations = self.model.activations
-        self.moved = 0 if activations is None else os.fstat(activations.store.file).st_size
+        stores = [around.__self__.store for around in self.model.around_passes if hasattr(around.__self__, "store")]
+        self.moved = sum(os.fstat(store.file).st_size for store in stores)
         self.num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         self.num_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
 
