@@ -79,10 +79,10 @@ class Feature:
         """Replace parts, or change this rank's shard, before the boosted model is made of them."""
 
     def boosted(self, model: HybridParallelModel) -> None:
-        """Attach to the boosted model, before its optimizers are."""
+        """Attach to the boosted model before its optimizers, for example to `model.around_passes`."""
 
     def finished(self, model: HybridParallelModel) -> None:
-        """Attach to the boosted model after its optimizers, and after the hooks that gather parameters."""
+        """Attach to the boosted model after its optimizers, and after the hooks that gather its parameters."""
 
     def after_step(self, optimizer: HybridParallelOptimizer, model: HybridParallelModel) -> None:
         """Follow a step of an optimizer, which may have been skipped."""
