@@ -1,6 +1,6 @@
 """Attention: which kernel runs, on which heads, and from which random stream."""
 
-from shardformer.attention.backends import Backend, log_once
+from shardformer.attention.backend import log_once
 from shardformer.attention.own_attention import route_own_attention
 from shardformer.attention.registry import (
     call_kernel,
@@ -11,7 +11,6 @@ from shardformer.attention.registry import (
 from shardformer.attention.selection import use_backend
 
 __all__ = [
-    "Backend",
     "call_kernel",
     "log_once",
     "recompute_attention",

@@ -25,12 +25,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.attention.backends import SDPA, keeps_scores, log_once, sdpa_without_slow_kernels
-from shardformer.attention.kernel_limits import FLASH_2, FLASH_3, XFORMERS
+from shardformer.attention.backend import log_once
+from shardformer.attention.backends import backend_of, keeps_scores
+from shardformer.attention.flash import FLASH_2, FLASH_3
 from shardformer.distributed.random import in_parallel_region
 from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
 
@@ -55,54 +55,6 @@ def _call_with_sinks(
     heads = query.shape[1]
     own = s_aux.narrow(0, rank * heads, heads)
     return kernel(View(module, sinks=own), query, *args, s_aux=own, **kwargs)
-
-
-_ALIGNED_KEYS = 8  # xformers reads a bias in vectors of up to 8 numbers: its rows must start at multiples of them
-
-
-def xformers_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Run xformers' memory-efficient attention; query, key, value: [batch, heads, seq, head_dim].
-
-    Masks are those that transformers makes for SDPA. The output is [batch, seq, heads, head_dim].
-    """
-    from xformers.ops import LowerTriangularMask, memory_efficient_attention
-
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    masks = [mask for mask in (attention_mask, kwargs.get("position_bias")) if mask is not None]
-    bias: Any = LowerTriangularMask() if attention_mask is None and causal and query.shape[2] > 1 else None
-    if masks and bias is not None:  # xformers takes a bias or a pattern, not both
-        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-        masks.append(seen[None, None])
-    if masks:
-        bias = _aligned(sum(_additive(mask, query.dtype) for mask in masks), query, key)
-    heads_last = [x.transpose(1, 2) for x in (query, key, value)]
-    return memory_efficient_attention(*heads_last, attn_bias=bias, p=dropout, scale=scaling), None
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a mask or bias to an additive one in `dtype`."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-    return mask.to(dtype)
-
-
-def _aligned(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return `bias` as [batch, heads, queries, keys], in rows of which each starts at a multiple of 8 numbers."""
-    keys = key.shape[2]
-    rows = F.pad(bias, (0, -keys % _ALIGNED_KEYS)).contiguous()[..., :keys]
-    return rows.expand(*query.shape[:3], keys)
 
 
 Kernel = Callable[..., Any]
@@ -282,8 +234,11 @@ def masks_of(implementation: str) -> Callable[..., Any]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     entry = _entry_of(implementation)
-    name = "sdpa" if entry in (SDPA, XFORMERS) else entry
-    return lambda *args, **kwargs: ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)
+    backend = backend_of(entry)
+    own = None if backend is None else backend.masks
+    if callable(own):
+        return own
+    return lambda *args, **kwargs: ALL_MASK_ATTENTION_FUNCTIONS[own or entry](*args, **kwargs)
 
 
 def _sharded(implementation: str) -> Any:
@@ -343,10 +298,9 @@ def kernel_named(implementation: str, module: nn.Module) -> Any:
     entry = _entry_of(implementation)
     if entry == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
-    if entry == SDPA:
-        return sdpa_without_slow_kernels
-    if entry == XFORMERS:
-        return xformers_attention
+    backend = backend_of(entry)
+    if backend is not None and backend.kernel is not None:
+        return backend.kernel
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kernel = ALL_ATTENTION_FUNCTIONS[entry]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardformer.attention.backends import SDPA, choose_backend, log_once
-from shardformer.attention.kernel_limits import AttentionNeeds, capability_of
+from shardformer.attention.backend import SDPA, AttentionNeeds, capability_of, log_once
+from shardformer.attention.backends import choose_backend
 from shardformer.attention.registry import name_kernels, uses_registry
 
 # Names of the dropout of attention weights and of the size of a head, in configurations and modules of transformers.
@@ -71,6 +72,7 @@ def needs_of(
         supports_flash=all(getattr(owner, "_supports_flash_attn", False) for owner in owners),
         supports_sdpa=all(getattr(owner, "_supports_sdpa", False) for owner in owners),
         flash_kernels=next((tuple(names) for names in restricted if names is not None), None),
+        takes_arguments=any(each.kind is each.VAR_KEYWORD for each in signature(model.forward).parameters.values()),
         soft_caps=getattr(config, "attn_logit_softcapping", None) is not None,
         dropout=max((_number(config, name) for name in _DROPOUTS), default=0.0) if trains else 0.0,
         head_dims=_head_dims(config, modules),

@@ -8,10 +8,10 @@ it again, and so sees its own pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,14 @@ from shardformer.sequence_parallel.ulysses import repeated_for
 
 PREFIX = "context_"
 RING, ALL_TO_ALL = "ring_attn", "all_to_all"
+
+
+class Span(NamedTuple):
+    """Tokens of a row that share keys: queries `start` to `stop` see the keys `start` to `keys`, up to themselves."""
+
+    start: int
+    keys: int
+    stop: int
 
 
 class ContextMask:
@@ -51,7 +59,8 @@ class ContextMask:
         self.of, self.axis, self.function, self.rows, self.device = of, of.axis, function, rows, device
         is_plain = of.real is None and of.positions is None
         is_filled = of.length == 2 * self.axis.size * self.axis.chunk(of.length)
-        self._is_causal = is_plain and function is causal_mask_function
+        self._is_upto_itself = function is causal_mask_function
+        self._is_causal = is_plain and self._is_upto_itself
         self._is_everything = is_plain and is_filled and function is bidirectional_mask_function
         self._known: dict[int, list[Block]] = {}
         self.whole: Tensor | None = None
@@ -62,10 +71,13 @@ class ContextMask:
 
         All ranks have to ask together, the first time.
         """
-        if self.of.real is None and self.of.positions is None:
+        if self.of.real is None:  # a token sees itself
             return None
         places = self._places(self.axis.rank)
-        sees = self.allowed(places, torch.arange(self.of.length, device=self.device)).any(-1, keepdim=True)
+        if self._is_upto_itself:
+            sees = self._at(self.of.real.cumsum(-1) > 0)(places[None, None, :, None])
+        else:
+            sees = self.allowed(places, torch.arange(self.of.length, device=self.device)).any(-1, keepdim=True)
         return any_of_ranks(~sees & (places < self.of.length)[:, None], self.of)
 
     def blocks(self, source: int) -> Sequence[Block]:
@@ -78,9 +90,53 @@ class ContextMask:
         everything = slice(None)
         if self._is_everything:
             return [Block(everything, everything)]
-        if not self._is_causal:
-            return self._look(source) if self.device.type == "cpu" else self._masked(source)
-        return self._causal(source)
+        if self._is_causal:
+            return self._causal(source)
+        if self.spans is not None:
+            return list(self._of_spans(source))
+        return self._look(source) if self.device.type == "cpu" else self._masked(source)
+
+    @cached_property
+    def spans(self) -> list[tuple[slice, list[Span]]] | None:
+        """The spans of a causal mask with padding or documents, by rows; None if the host does not know them."""
+        of, length = self.of, self.of.length
+        if not self._is_upto_itself or (of.positions is not None and of.real is not None):
+            return None
+        if of.positions is not None:
+            starts = of.positions_on_host.diff(dim=-1, prepend=of.positions_on_host[:, :1]) != 1
+            borders = [[*row.nonzero()[:, 0].tolist(), length] for row in starts]
+            spans = [[Span(a, b, b) for a, b in pairwise(row)] for row in borders]
+        else:
+            real = of.real if self.device.type == "cpu" else of.mask_on_host
+            if real is None:
+                return None
+            tokens = [row.nonzero()[:, 0].tolist() for row in real]
+            if any(row and len(row) != row[-1] + 1 - row[0] for row in tokens):  # padding between tokens
+                return None
+            spans = [[Span(row[0], row[-1] + 1, length)] if row else [] for row in tokens]
+        if all(row == spans[0] for row in spans):
+            return [(slice(None), spans[0])]
+        return [(slice(row, row + 1), found) for row, found in enumerate(spans)]
+
+    def _of_spans(self, source: int) -> Iterator[Block]:
+        """Yield the blocks of spans: nothing masked, a rectangle for each pair of chunks, and causal squares."""
+        chunk, last = self.axis.chunk(self.of.length), 2 * self.axis.size - 1
+        own, theirs = ((rank, last - rank) for rank in (self.axis.rank, source))
+        pairs = [(q, k) for q in range(2) for k in range(2) if theirs[k] <= own[q]]
+        for (q, k), (rows, spans) in product(pairs, self.spans):
+            # Places in the sequence -> in this rank's queries, in the keys of `source`.
+            of_query, of_key = (q - own[q]) * chunk, (k - theirs[k]) * chunk
+            for start, keys, stop in spans:
+                first, end = max(start, theirs[k] * chunk), min(keys, (theirs[k] + 1) * chunk)
+                begin, stop = max(start, own[q] * chunk), min(stop, (own[q] + 1) * chunk)
+                if first >= end or begin >= stop:
+                    continue
+                seen = slice(first + of_key, end + of_key)
+                if own[q] == theirs[k]:
+                    yield Block(slice(first + of_query, end + of_query), seen, is_causal=True, rows=rows)
+                    begin = end  # what comes behind its real tokens sees all of them
+                if begin < stop:
+                    yield Block(slice(begin + of_query, stop + of_query), seen, rows=rows)
 
     def _causal(self, source: int) -> list[Block]:
         """Return the blocks of a causal mask without padding or documents."""
@@ -102,27 +158,9 @@ class ContextMask:
         return [Block(everything, everything, allowed=None if bool(allowed.all()) else allowed)]
 
     def _masked(self, source: int) -> list[Block]:
-        """Return blocks with their masks, without reading the masks: the host would wait for the device."""
-        from transformers.masking_utils import causal_mask_function
-
-        allowed, everything = self.allowed(self._places(self.axis.rank), self._places(source)), slice(None)
-        if self.function is not causal_mask_function:
-            return [Block(everything, everything, allowed=allowed)]
-        # Padding and documents only hide more than a causal mask.
-        return [
-            each
-            if self._has_no_padding(source, each)
-            else replace(each, is_causal=False, allowed=allowed[:, :, each.queries][..., each.keys])
-            for each in self._causal(source)
-        ]
-
-    def _has_no_padding(self, source: int, block: Block) -> bool:
-        """Return whether the host knows that the keys of a block of a causal mask are all real, in one document."""
-        mask = self.of.mask_on_host
-        if mask is None or self.of.positions is not None:
-            return False
-        places = self.axis.places(self.of.length, source)[block.keys]
-        return bool((mask[:, places[places < self.of.length]] != 0).all())
+        """Return a block with its mask, without reading the mask: the host would wait for the device."""
+        everything = slice(None)
+        return [Block(everything, everything, allowed=self.allowed(self._places(self.axis.rank), self._places(source)))]
 
     def _places(self, rank: int) -> Tensor:
         return self.axis.places(self.of.length, rank, self.device)

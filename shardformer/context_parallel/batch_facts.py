@@ -32,14 +32,15 @@ def record_facts(parts: Sequence[Mapping[str, Any]], on_host: Sequence[Mapping[s
             if part[name] is not value:  # the user's own tensor may change
                 part[name].known_fact = answer
     for part, given in zip(parts, on_host, strict=True):
-        mask, known = part.get("attention_mask"), given.get("attention_mask")
-        if isinstance(known, Tensor) and known.device.type == "cpu" != mask.device.type:
-            mask.on_host = known
+        for name in _FACTS:
+            there, known = part.get(name), given.get(name)
+            if isinstance(known, Tensor) and known.device.type == "cpu" != there.device.type:
+                there.on_host = known
 
 
-def host_copy(mask: Tensor) -> Tensor | None:
-    """Return the attention mask in the memory of the host; None if only the device has it."""
-    return getattr(mask, "on_host", None)
+def host_copy(x: Tensor) -> Tensor | None:
+    """Return an attention mask, or positions, in the memory of the host; None if only the device has them."""
+    return getattr(x, "on_host", None)
 
 
 def hides_nothing(mask: Tensor) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardformer.attention import log_once
-from shardformer.attention.kernel_limits import AMPERE, HALF, Capability, capability_of, has_backward_of_large_heads
+from shardformer.attention.backend import AMPERE, HALF, Capability, capability_of, has_backward_of_large_heads
 from shardformer.utils.untraced import computed_once, untraced
 
 _aten = torch.ops.aten
@@ -37,6 +37,7 @@ class Block:
 
     Attributes:
         queries, keys: ranges within the local queries and keys.
+        rows: the samples.
         is_causal: query i sees the keys up to number i of the block.
         allowed: [batch or 1, heads or 1, queries, keys] bool, True where a query sees a key; None for everywhere.
     """
@@ -45,6 +46,7 @@ class Block:
     keys: slice
     is_causal: bool = False
     allowed: Tensor | None = None
+    rows: slice = field(default_factory=partial(slice, None))
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, softmax: Sof
             logs = logs.masked_fill(~block.allowed.any(-1), -math.inf)
         return found, logs
     if _has_cuda_kernel(query, value, block, softmax):
-        key, value = repeated(key, query), repeated(value, query)
         return _aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, block.is_causal, False, scale=softmax.scale
         )[:2]
@@ -214,8 +215,8 @@ def _cuda_backward(
     of_query, of_key, of_value = _aten._scaled_dot_product_flash_attention_backward(
         grad.to(query.dtype).contiguous(),
         query,
-        repeated(key, query),
-        repeated(value, query),
+        key,
+        value,
         found.contiguous(),
         logs.contiguous(),
         None,
@@ -227,7 +228,7 @@ def _cuda_backward(
         unused,
         scale=softmax.scale,
     )
-    return Gradients(of_query, _summed(of_key, key), _summed(of_value, value))
+    return Gradients(of_query, of_key, of_value)
 
 
 def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
@@ -330,12 +331,12 @@ class _RingAttention(torch.autograd.Function):
             grad_keys, grad_values = grad_held.split(sizes, -1)
             source = ring.source(step)
             for number, block in enumerate(ctx.blocks(source)):
-                q, k = block.queries, block.keys
-                parts = (grad[:, :, q], query[:, :, q], keys[:, :, k], values[:, :, k], found[:, :, q], logs[:, :, q])
+                q, k = (block.rows, slice(None), block.queries), (block.rows, slice(None), block.keys)
+                parts = (grad[q], query[q], keys[k], values[k], found[q], logs[q])
                 of = attend_backward(*parts, block, _seeded(ctx.softmax, source, number))
-                grad_query[:, :, q] += of.query
-                grad_keys[:, :, k] += of.key
-                grad_values[:, :, k] += of.value
+                grad_query[q] += of.query
+                grad_keys[k] += of.key
+                grad_values[k] += of.value
             held = ring.received(coming) if coming else held
             if travelling is not None:
                 grad_held += ring.received(travelling)
@@ -366,9 +367,9 @@ def _attend_around(
         keys, values = held.split([key.shape[-1], value.shape[-1]], -1)
         source = ring.source(step)
         for number, block in enumerate(blocks(source)):
-            q, k = block.queries, block.keys
-            parts = (query[:, :, q], keys[:, :, k], values[:, :, k])
-            merge(found[:, :, q], logs[:, :, q], *attend(*parts, block, _seeded(softmax, source, number)))
+            q, k = (block.rows, slice(None), block.queries), (block.rows, slice(None), block.keys)
+            parts = (query[q], keys[k], values[k])
+            merge(found[q], logs[q], *attend(*parts, block, _seeded(softmax, source, number)))
         held = ring.received(coming) if coming else held
     if sinks is not None:
         merge(found, logs, found.new_zeros(()), sinks.to(logs.dtype)[:, None].expand_as(logs))
@@ -418,4 +419,7 @@ class _Ring:
 
 
 def _seeded(softmax: Softmax, source: int, number: int) -> Softmax:
-    return replace(softmax, seed=softmax.seed + 16 * source + number) if softmax.dropout else softmax
+    if not softmax.dropout:
+        return softmax
+    further, number = divmod(number, 16)
+    return replace(softmax, seed=softmax.seed + 16 * source + number + (further << 32))

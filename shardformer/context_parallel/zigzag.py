@@ -40,6 +40,7 @@ class ContextParallelPass:
         positions: [batch or 1, length], if documents are packed in a row; None otherwise.
         mask_on_host: [batch, length], not zero for tokens that are not padding, on the CPU; None if only the device
             has it.
+        positions_on_host: `positions` on the CPU.
     """
 
     axis: ZigzagSharding
@@ -47,6 +48,11 @@ class ContextParallelPass:
     real: Tensor | None = None
     positions: Tensor | None = None
     mask_on_host: Tensor | None = None
+    positions_on_host: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.positions is not None and self.positions_on_host is None:
+            self.positions_on_host = self.positions.cpu()  # where it has asked for restarts, the host has waited before
 
     @property
     def documents(self) -> Tensor:
@@ -170,7 +176,8 @@ def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positi
     if whole is None:
         whole = torch.arange(length, device=tokens.device)[None]
     packed = whole if may_be_packed(inputs) and restarts(whole) else None
-    axis.latest = ContextParallelPass(axis, length, _real(mask), packed, None if mask is None else host_copy(mask))
+    on_host = [None if each is None else host_copy(each) for each in (mask, packed)]
+    axis.latest = ContextParallelPass(axis, length, _real(mask), packed, *on_host)
     parts = {name: _part(value, name, length, axis) for name, value in inputs.items()}
     # With a mask always present, transformers does not take a jump between two chunks for a new document.
     ones = torch.ones(rows, length, dtype=torch.long, device=tokens.device) if mask is None else mask

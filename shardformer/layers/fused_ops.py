@@ -143,11 +143,6 @@ def gated(gate: Tensor, value: Tensor, kind: str = "silu") -> Tensor:
     return _Gated.apply(gate, value, kind)
 
 
-def swiglu(gate: Tensor, value: Tensor) -> Tensor:
-    """Compute silu(gate) * value on tensors of equal shape."""
-    return gated(gate, value, "silu")
-
-
 def _bias_activation_body(x: Tensor, bias: Tensor, kind: str) -> Tensor:
     return _value(x + bias, kind)
 
@@ -182,11 +177,6 @@ def bias_activation(x: Tensor, bias: Tensor, kind: str) -> Tensor:
     if torch.compiler.is_compiling():
         return _bias_activation_body(x, bias.to(x.dtype), kind)
     return _BiasActivation.apply(x, bias.to(x.dtype), kind)
-
-
-def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """Compute gelu(x + bias): "none" uses the error function, "tanh" its approximation."""
-    return bias_activation(x, bias, approximate)
 
 
 def _bias_dropout_add_body(x: Tensor, bias: Tensor, keep: Tensor, residual: Tensor) -> Tensor:

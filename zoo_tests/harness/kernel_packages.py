@@ -210,6 +210,47 @@ def _batch(
 
 
 @contextmanager
+def torch_varlen(takes_groups: bool = True) -> Iterator[Calls]:
+    """Replace torch's kernel for documents, whose products run on GPUs alone; yield its calls.
+
+    Args:
+        takes_groups: False for torch 2.11, which asks for as many key/value heads as heads.
+    """
+    import torch.nn.attention.varlen as module
+
+    from shardformer.attention import varlen
+
+    calls: Calls = []
+
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        calls.append({"window_size": window_size, "scale": scale, "heads": (query.shape[1], key.shape[1])})
+        assert cu_seq_q.dtype == torch.int32 and max_q == cu_seq_q.diff().max()
+        options = {"causal": False, "window_size": window_size, "softcap": 0.0}
+        return _ragged(query, key, value, cu_seq_q, cu_seq_k, scale, **options)
+
+    def with_groups(*args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+        assert enable_gqa or args[0].shape[1] == args[1].shape[1]
+        return varlen_attn(*args, **options)
+
+    varlen._takes_groups.cache_clear()
+    with patch.object(module, "varlen_attn", with_groups if takes_groups else varlen_attn):
+        yield calls
+    varlen._takes_groups.cache_clear()
+
+
+@contextmanager
 def xformers(has_kernels: bool = True) -> Iterator[Calls]:
     """Install a stand-in of xformers that refuses what its CUTLASS kernels refuse; yield its calls.
 

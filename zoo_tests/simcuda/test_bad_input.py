@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
-from shardformer.attention import backends
+from shardformer.attention import backend
 from zoo_tests.harness.ranks import _destroy_groups, run_on_ranks
 from zoo_tests.simcuda.test_training import Training
 
@@ -35,7 +35,7 @@ def log_lines() -> Iterator[list[str]]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
     loggers = [logging.getLogger(name) for name in ("shardformer", "plugins", "booster")]
-    backends._log_once.cache_clear()
+    backend._log_once.cache_clear()
     for logger in loggers:
         logger.addHandler(handler)
     try:

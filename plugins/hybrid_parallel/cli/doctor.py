@@ -61,8 +61,8 @@ def _attention_here(device: str) -> str:
     """Return the attention kernel that a standard model gets in bf16."""
     import torch
 
-    from shardformer.attention.backends import SDPA, choose_backend
-    from shardformer.attention.kernel_limits import AttentionNeeds, capability_of
+    from shardformer.attention.backend import SDPA, AttentionNeeds, capability_of
+    from shardformer.attention.backends import choose_backend
 
     needs = AttentionNeeds(
         supports_flash=True,

@@ -23,7 +23,7 @@ from plugins.hybrid_parallel.setup.input_checks import as_configuration_error, c
 from plugins.hybrid_parallel.zero.bucket_layout import Source
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
-from shardformer.attention.kernel_limits import AMPERE, capability_of
+from shardformer.attention.backend import AMPERE, capability_of
 from shardformer.distributed.blocks import blocks_of
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.parallel_module import defer_partial_sums

@@ -18,9 +18,11 @@ import transformers
 from torch import nn
 
 from shardformer import ShardConfig, ShardFormer
-from shardformer.attention import backends, use_backend, use_sharded_attention
-from shardformer.attention.backends import SDPA, Backend, choose_backend, reason_not_usable, slow_reason
-from shardformer.attention.kernel_limits import FLASH_2, FLASH_3, XFORMERS, AttentionNeeds
+from shardformer.attention import backend, use_backend, use_sharded_attention
+from shardformer.attention.backend import SDPA, AttentionNeeds
+from shardformer.attention.backends import Choice, choose_backend, reason_not_usable
+from shardformer.attention.flash import FLASH_2, FLASH_3
+from shardformer.attention.sdpa import slow_reason
 from shardformer.attention.selection import needs_of
 from zoo_tests.harness.kernel_packages import flash_attn, xformers
 from zoo_tests.harness.ranks import distributed
@@ -30,7 +32,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
 
 
-def _choose(request: bool | str = True, installed: tuple[str, ...] = (), **changes: Any) -> Backend:
+def _choose(request: bool | str = True, installed: tuple[str, ...] = (), **changes: Any) -> Choice:
     needs: dict[str, Any] = {"supports_flash": True, "supports_sdpa": True, "device": "cuda", "dtype": BF16} | changes
     return choose_backend(
         request, AttentionNeeds(**needs), lambda name: name in (*installed, "sdpa"), not_usable=lambda name: ""
@@ -85,13 +87,13 @@ def test_a_package_that_cannot_be_used_is_passed_over(monkeypatch: pytest.Monkey
     assert reason_not_usable(FLASH_2) == "is no version that transformers takes"
     needs = AttentionNeeds(supports_flash=True, supports_sdpa=True, device="cuda", dtype=BF16)
     found = choose_backend(True, needs, lambda name: name == FLASH_2, lambda name: broken)
-    assert found == Backend(SDPA, f"{FLASH_2} {broken}")
+    assert found == Choice(SDPA, f"{FLASH_2} {broken}")
     with pytest.raises(ValueError, match="enable_flash_attention='flash_attention_2' cannot be imported"):
         choose_backend(FLASH_2, needs, lambda name: name == FLASH_2, lambda name: broken)
     with xformers():
-        assert reason_not_usable(XFORMERS) == ""
+        assert reason_not_usable("xformers") == ""
     with xformers(has_kernels=False):
-        assert reason_not_usable(XFORMERS).startswith("has no kernels that load here")
+        assert reason_not_usable("xformers").startswith("has no kernels that load here")
 
 
 @pytest.mark.parametrize("family", sorted(name for name, family in FAMILIES.items() if family.attention_dropout))
@@ -114,7 +116,7 @@ def test_needs_of_a_model() -> None:
 
 def test_sinks_keep_the_attention_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
     """GPT-OSS: flash-attn 2 and 3 would leave out its sinks without a word, and so would SDPA."""
-    backends._log_once.cache_clear()
+    backend._log_once.cache_clear()
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 8}
     config = transformers.GptOssConfig(**sizes, intermediate_size=8, num_hidden_layers=1, num_local_experts=2)
     model = transformers.GptOssForCausalLM(config)
@@ -141,13 +143,13 @@ def test_the_device_is_that_of_the_layout(monkeypatch: pytest.MonkeyPatch) -> No
     assert ShardConfig(device=torch.device("cpu")).device_of(parameter) == torch.device("cpu")
     assert ShardConfig().device_of(parameter) == torch.device("cuda", 1), "there is no process group"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for backend, expected in (("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")):
-        monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group, backend=backend: backend)
+    for each, expected in (("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")):
+        monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group, each=each: each)
         assert ShardConfig().device_of(parameter).type == expected
 
 
 def test_what_no_backend_can_do_keeps_its_own_attention_with_a_reason() -> None:
-    assert _choose(soft_caps=True) == Backend(None, _choose(soft_caps=True).reason) and _choose(soft_caps=True).reason
+    assert _choose(soft_caps=True) == Choice(None, _choose(soft_caps=True).reason) and _choose(soft_caps=True).reason
     assert _choose(supports_sdpa=False, supports_flash=False).reason == "transformers has no SDPA path for it"
 
 
@@ -231,7 +233,7 @@ def test_the_switch_changes_no_number(family: str) -> None:
 )
 @pytest.mark.usefixtures("two_fake_ranks")
 def test_a_family_that_cannot_is_logged(family: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
-    backends._log_once.cache_clear()
+    backend._log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         ShardFormer(ShardConfig(enable_flash_attention=True)).optimize(FAMILIES[family].build("causal_lm"))
     assert message in caplog.text

@@ -9,16 +9,18 @@ from __future__ import annotations
 import copy
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from shardformer import ShardConfig, ShardFormer
-from shardformer.attention import backends, recompute_attention
-from zoo_tests.harness.kernel_packages import Calls, flash_attn
+from shardformer.attention import backend, recompute_attention, varlen
+from zoo_tests.harness.kernel_packages import Calls, flash_attn, torch_varlen
 from zoo_tests.harness.ranks import distributed
 
 FP16 = torch.float16
@@ -131,6 +133,44 @@ def test_it_is_told_of_documents_in_several_rows(name: str) -> None:
         torch.testing.assert_close(found_row, torch.cat(alone), rtol=1e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("takes_groups", [True, False])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Bert"])
+def test_without_a_package_documents_run_on_the_kernel_of_torch(name: str, takes_groups: bool) -> None:
+    """No mask of a row is made, also for windows; a row of one document keeps SDPA."""
+    lengths = [[5, 3, 4], [2, 10]]
+    ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(2))
+    positions = torch.tensor([[place for length in row for place in range(length)] for row in lengths])
+    native = _model(name)
+    sharded = _sharded(copy.deepcopy(native), enable_tensor_parallelism=False, enable_flash_attention=True)
+    assert sharded.config._attn_implementation == "sharded_flash_varlen"
+    inputs = ForwardOptions(sharded, _OneRank()).inputs({"input_ids": ids, "position_ids": positions})
+    with torch_varlen(takes_groups) as calls, mock.patch.object(varlen.MaskIfRead, "mask", None):
+        found = sharded(**inputs).logits
+        assert len(calls) == 2
+        assert {call["window_size"] for call in calls} == {{"Bert": (-1, -1), "Mistral": (2, 0)}.get(name, (-1, 0))}
+        assert {call["heads"] for call in calls} == {(4, 2) if takes_groups and name != "Bert" else (4, 4)}
+    for row, found_row, several in zip(ids, found, lengths, strict=True):
+        alone = [native(input_ids=document[None]).logits[0] for document in row.split(several)]
+        torch.testing.assert_close(found_row, torch.cat(alone), rtol=1e-2, atol=2e-2)
+    with torch_varlen() as calls:
+        for batch in (_batch(name), _batch(name, padded=False)):
+            _assert_alike(sharded, native, batch)
+        if name != "Bert":
+            _assert_alike(sharded, native, _packed())  # by hand, without arguments that tell of documents
+    assert not calls
+
+
+def test_the_kernel_of_torch_runs_on_fake_tensors() -> None:
+    """With the signature of this torch, and grouped heads."""
+    mask = varlen.MaskIfRead(lambda: pytest.fail("a mask was made"))
+    with FakeTensorMode():
+        query, key = (torch.empty(1, heads, 32768, 64, dtype=FP16, device="cuda") for heads in (8, 2))
+        borders = torch.empty(9, dtype=torch.int32, device="cuda")
+        told = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 4096, "max_length_k": 4096}
+        found, _ = varlen.varlen_attention(nn.Identity(), query, key, key, mask, is_causal=True, **told)
+    assert found.shape == (1, 32768, 8, 64)
+
+
 class _OneRank:
     """The mesh of a single rank, of which only sizes are asked."""
 
@@ -197,13 +237,13 @@ def test_all_to_all_over_context_parallel_ranks(kind: str) -> None:
     ("versions", "expected", "message"),
     [
         ((2, 3), "flash_attention_2", "flash_attention_3 has no dropout, and the model drops attention weights"),
-        ((3,), backends.SDPA, "runs torch's SDPA: flash_attention_3 has no dropout"),
+        ((3,), backend.SDPA, "runs torch's SDPA: flash_attention_3 has no dropout"),
     ],
 )
 def test_dropout_reaches_a_kernel_that_has_it(
     versions: tuple[int, ...], expected: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backends._log_once.cache_clear()
+    backend._log_once.cache_clear()
     model = _model("Llama", attention_dropout=0.25)
     with flash_attn(*versions, capability=(9, 0)) as calls, caplog.at_level(logging.WARNING):
         sharded = _sharded(model, enable_tensor_parallelism=False, enable_flash_attention=True)
@@ -224,12 +264,12 @@ def test_a_layout_on_cpus_gets_no_kernel_of_gpus(monkeypatch: pytest.MonkeyPatch
     )
     with flash_attn(2):
         model, _ = ShardFormer(config).optimize(_model("Llama"))
-    assert model.config._attn_implementation == f"sharded_{backends.SDPA}"
+    assert model.config._attn_implementation == f"sharded_{backend.SDPA}"
 
 
 def test_lost_dropout_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A model that was built with flash-attn 3 loses its dropout in plain transformers too, but not in silence here."""
-    backends._log_once.cache_clear()
+    backend._log_once.cache_clear()
     model = _model("Llama", "flash_attention_3", attention_dropout=0.25)
     with flash_attn(3), caplog.at_level(logging.WARNING):
         recompute_attention(model)

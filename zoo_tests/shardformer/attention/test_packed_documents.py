@@ -20,7 +20,7 @@ from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.data.document_borders import with_positions
-from shardformer.attention import backends
+from shardformer.attention import backend, backends
 from shardformer.attention.packed_documents import flash_arguments, reason_not_kept_apart
 from zoo_tests.harness.documents import language_model, one_by_one, one_row
 from zoo_tests.harness.ranks import distributed, run_on_ranks
@@ -30,7 +30,7 @@ _DOCUMENTS = [[5, 6, 7, 8], [9], [10, 11, 12], [13, 14, 15, 16, 17]]
 
 def _outcomes(options: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
     """Losses of both loops, or messages of their errors, and what was logged."""
-    backends._log_once.cache_clear()
+    backend._log_once.cache_clear()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -6,8 +6,6 @@ Look in `shardformer/context_parallel/ring.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -184,37 +182,13 @@ def test_documents_are_told_by_positions_that_start_again() -> None:
     assert ContextParallelPass(None, 8, positions=positions).documents.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3]]
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("source", [0, 1, 2])
-def test_blocks_on_a_gpu_are_those_that_a_look_at_the_mask_finds(source: int, is_packed: bool) -> None:
-    """Rank 1 of 3, a causal mask with padding, with and without documents."""
-    axis = object.__new__(ZigzagSharding)
-    axis.size, axis.rank = 3, 1
-    real = torch.ones(2, _LENGTH, dtype=torch.bool)
-    real[0, :4] = False
-    positions = torch.arange(_LENGTH).remainder(7).expand(2, -1) if is_packed else None
-    mask = ContextMask(
-        ContextParallelPass(axis, _LENGTH, real, positions), causal_mask_function, 2, torch.device("cpu")
-    )
-    expected = mask.allowed(mask._places(axis.rank), mask._places(source))
-    behind = mask._places(source) >= _LENGTH  # causality hides these from all real tokens
-    for of in (mask.of, replace(mask.of, mask_on_host=real.long())):
-        mask.of, found = of, torch.zeros_like(expected)
-        for block in mask._masked(source):
-            within = torch.ones_like(expected[:, :, block.queries][..., block.keys])
-            within = within.tril() if block.is_causal else within
-            found[:, :, block.queries, block.keys] = within if block.allowed is None else block.allowed
-            assert (block.allowed is None) == (of.mask_on_host is not None and source != 0 and not is_packed)
-        seen = mask._places(axis.rank) < _LENGTH
-        assert torch.equal(found[:, :, seen][..., ~behind], expected[:, :, seen][..., ~behind])
-
-
 def test_a_gpu_is_not_waited_for_where_the_host_knows_the_batch() -> None:
     """The mask of each micro-batch, and the blocks of attention."""
     axis = object.__new__(ZigzagSharding)
     axis.size, axis.rank = 2, 0
     given = {"attention_mask": torch.ones(2, _LENGTH, dtype=torch.long)}
     given["attention_mask"][0, 0] = 0
+    packed = torch.arange(_LENGTH).remainder(7)[None]
     with recorded_on_meta() as counts:
         ids, mask = (torch.ones(2, _LENGTH, dtype=torch.long, device="meta") for _ in range(2))
         record_facts([{"attention_mask": mask}], [given])
@@ -222,7 +196,11 @@ def test_a_gpu_is_not_waited_for_where_the_host_knows_the_batch() -> None:
         of = axis.latest
         assert of.real is not None, "the host saw padding"
         blocks = ContextMask(of, causal_mask_function, 2, ids.device).blocks(0)
-    assert all(block.allowed.is_meta for block in blocks)
+        positions = torch.empty(packed.shape, dtype=torch.long, device="meta")
+        record_facts([{"position_ids": positions}], [{"position_ids": packed}])
+        cut_batch({"input_ids": ids, "position_ids": positions}, axis, lambda _: None)
+        blocks += ContextMask(axis.latest, causal_mask_function, 2, ids.device).blocks(0)
+    assert blocks and all(block.allowed is None for block in blocks)
     assert not counts.syncs
 
 

@@ -18,7 +18,7 @@ from transformers.models.bloom.modeling_bloom import bloom_gelu_forward
 
 from shardformer import ShardConfig, ShardFormer
 from shardformer.layers import fused_ops as fused
-from shardformer.layers.fused_ops import bias_activation, bias_dropout_add, dropout_add, gated, swiglu
+from shardformer.layers.fused_ops import bias_activation, bias_dropout_add, dropout_add, gated
 from zoo_tests.harness.case import DTYPES
 from zoo_tests.zoo import FAMILIES
 
@@ -82,7 +82,7 @@ def test_the_compiled_operator_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(fused, "_compiled", lambda body, device: torch.compile(body, dynamic=True))
     for length in (5, 9):
         gate, value = _inputs((2, length, 6), (2, length, 6))
-        torch.testing.assert_close(swiglu(gate, value), F.silu(gate) * value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gated(gate, value), F.silu(gate) * value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", _FUSED_FAMILIES)
