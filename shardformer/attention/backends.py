@@ -11,9 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.attention.backend import AttentionBackend, AttentionNeeds
-from shardformer.attention.flash import FLASH_ATTENTION_2, FLASH_ATTENTION_3
-from shardformer.attention.sdpa import SDPA_FAST, slow_inputs
+from shardformer.attention.backend import (
+    FLASH_ATTENTION_2,
+    FLASH_ATTENTION_3,
+    SDPA_FAST,
+    AttentionBackend,
+    AttentionNeeds,
+    slow_inputs,
+)
 from shardformer.attention.varlen import FLASH_VARLEN
 from shardformer.attention.xformers import XFORMERS
 

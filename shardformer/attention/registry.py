@@ -28,9 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.attention.backend import log_once
+from shardformer.attention.backend import FLASH_2, FLASH_3, log_once
 from shardformer.attention.backends import backend_of, keeps_scores
-from shardformer.attention.flash import FLASH_2, FLASH_3
 from shardformer.distributed.random import in_parallel_region
 from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
 

@@ -15,9 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.attention.backend import HALF, AttentionBackend, AttentionNeeds
-from shardformer.attention.flash import flash_limits
-from shardformer.attention.sdpa import sdpa_without_slow_kernels
+from shardformer.attention.backend import (
+    HALF,
+    AttentionBackend,
+    AttentionNeeds,
+    flash_limits,
+    sdpa_without_slow_kernels,
+)
 from shardformer.matmul.weight_grad import autocast
 
 VARLEN = "flash_varlen"  # models ask by the name whether a kernel is told of documents, as flash-attn is

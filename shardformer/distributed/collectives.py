@@ -7,7 +7,7 @@ sequence forward and reduce-scatters it backward, `g-bar*` does the reverse. Gro
 A region is what its ranks compute differently. `*_region` functions stand at its border: outside of it, the ranks have
 the same values and the same gradients. A dim that the ranks do not divide is padded, and `length` trims it again.
 
-Nodes that fuse communication with computation are elsewhere: `layers/linear_autograd.py`, `context_parallel/ring.py`
+Nodes that fuse communication with computation are elsewhere: `matmul/native.py`, `context_parallel/ring.py`
 and `cross_entropy/`.
 """
 

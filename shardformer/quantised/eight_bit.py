@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from shardformer.quantised.weight import QuantisedWeight, is_layer_of
 from shardformer.shard_spec import ShardSpec, annotate
@@ -20,7 +21,7 @@ class EightBit(QuantisedWeight):
 
     name = "8-bit"
 
-    def is_kind_of(self, native: nn.Module) -> bool:
+    def accepts(self, native: nn.Module, group: ProcessGroup | None = None) -> bool:
         """Return whether it is a `Linear8bitLt`."""
         return is_layer_of(native, "Linear8bitLt")
 

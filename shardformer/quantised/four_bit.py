@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from shardformer.quantised.weight import QuantisedWeight, is_layer_of
 from shardformer.shard_spec import Part, ShardSpec, annotate
@@ -27,7 +28,7 @@ class FourBit(QuantisedWeight):
 
     name = "4-bit"
 
-    def is_kind_of(self, native: nn.Module) -> bool:
+    def accepts(self, native: nn.Module, group: ProcessGroup | None = None) -> bool:
         """Return whether it is a `Linear4bit`."""
         return is_layer_of(native, "Linear4bit")
 

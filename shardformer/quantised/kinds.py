@@ -18,7 +18,7 @@ KINDS: tuple[QuantisedWeight, ...] = (FourBit(), EightBit(), TorchaoInt8())
 
 def kind_of_layer(module: nn.Module) -> QuantisedWeight | None:
     """Return the kind of weight of a native quantised linear layer that can be cut; None for any other module."""
-    return next((kind for kind in KINDS if kind.is_kind_of(module)), None)
+    return next((kind for kind in KINDS if kind.accepts(module)), None)
 
 
 def quantised_name(model: nn.Module) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from shardformer.quantised.weight import QuantisedWeight
 from shardformer.shard_spec import ShardSpec, annotate
@@ -22,7 +23,7 @@ class TorchaoInt8(QuantisedWeight):
 
     name = "torchao int8"
 
-    def is_kind_of(self, native: nn.Module) -> bool:
+    def accepts(self, native: nn.Module, group: ProcessGroup | None = None) -> bool:
         """Return whether its weight is an `Int8Tensor`."""
         stored = type(native._parameters.get("weight"))  # to read a parametrized weight may change it
         is_int8 = stored.__name__ == "Int8Tensor" and stored.__module__.startswith("torchao.")

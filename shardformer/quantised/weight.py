@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from shardformer.distributed.collectives import copy_to_region, gather_features, split_to_region
 from shardformer.matmul.kernel import LinearKernel
@@ -26,14 +25,6 @@ class QuantisedWeight(LinearKernel):
     """
 
     name: str
-
-    @abstractmethod
-    def is_kind_of(self, native: nn.Module) -> bool:
-        """Return whether a native linear layer has a weight of this kind."""
-
-    def accepts(self, native: nn.Module, group: ProcessGroup) -> bool:
-        """Return whether a native linear layer has a weight of this kind."""
-        return self.is_kind_of(native)
 
     def unusable(self, module: nn.Module) -> str | None:
         """Return what the layer has that no layout can train on, and what would do instead; None if it can."""

@@ -27,7 +27,7 @@ _MESSAGES = "zoo_tests/parity/test_stage_messages.py::test_what_later_stages_rea
 EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     # layers, matmul
     "gradient of a column input keeps one rank's part": Edit(
-        "shardformer.matmul.linear_autograd",
+        "shardformer.matmul.native",
         "            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)\n",
         "            work = None\n            grad_x = grad_x.view_as(x)\n",
         (f"{PARITY}[llama-causal_lm-tp2-zero1]",),

@@ -19,10 +19,8 @@ from torch import nn
 
 from shardformer import ShardConfig, ShardFormer
 from shardformer.attention import backend, use_backend, use_sharded_attention
-from shardformer.attention.backend import SDPA, AttentionNeeds
+from shardformer.attention.backend import FLASH_2, FLASH_3, SDPA, AttentionNeeds, slow_reason
 from shardformer.attention.backends import Choice, choose_backend, reason_not_usable
-from shardformer.attention.flash import FLASH_2, FLASH_3
-from shardformer.attention.sdpa import slow_reason
 from shardformer.attention.selection import needs_of
 from zoo_tests.harness.kernel_packages import flash_attn, xformers
 from zoo_tests.harness.ranks import distributed
