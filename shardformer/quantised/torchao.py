@@ -1,8 +1,7 @@
 """Int8 weights of torchao (`Int8WeightOnlyConfig`).
 
 The weight is a tensor subclass that multiplies in `F.linear`; each row of it has a scale. The kinds that round their
-inputs, too, pass no gradient to them, so that no layer before them could be trained. It quantises the weights of
-`nn.Linear` only, so that peft cannot merge into a shard.
+inputs, too, pass no gradient to them, so that no layer before them could be trained.
 """
 
 from __future__ import annotations
@@ -32,6 +31,10 @@ class TorchaoInt8(QuantisedWeight):
     def shape(self, module: nn.Module) -> tuple[int, int]:
         """Return (out, in)."""
         return tuple(module.weight.shape)
+
+    def unusable(self, module: nn.Module) -> str | None:
+        """Return None: torchao quantises where it makes the weight."""
+        return None
 
     def problem(self, module: nn.Module) -> str | None:
         """Return what cannot be cut: scales that are not those of rows, and inputs that are changed."""
@@ -70,3 +73,7 @@ class TorchaoInt8(QuantisedWeight):
     def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x W^T + b."""
         return F.linear(x, layer.weight, bias)
+
+    def merges_exactly(self, layer: nn.Module, native: nn.Module) -> bool:
+        """Return False: torchao quantises the weights of `nn.Linear` only."""
+        return False

@@ -26,9 +26,9 @@ class QuantisedWeight(LinearKernel):
 
     name: str
 
+    @abstractmethod
     def unusable(self, module: nn.Module) -> str | None:
         """Return what the layer has that no layout can train on, and what would do instead; None if it can."""
-        return None
 
     @abstractmethod
     def problem(self, module: nn.Module) -> str | None:
@@ -56,9 +56,9 @@ class QuantisedWeight(LinearKernel):
         out = gather_features(out, layer.outputs, layer.group)
         return out if layer.sequence is None else split_to_region(out, out.dim() - 2, layer.group)
 
+    @abstractmethod
     def merges_exactly(self, layer: nn.Module, native: nn.Module) -> bool:
         """Return whether quantising a shard again, as peft's `merge` does, gives the shard of the whole."""
-        return False
 
 
 def is_layer_of(module: nn.Module, name: str) -> bool:
