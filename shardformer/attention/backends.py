@@ -90,7 +90,7 @@ def choose_backend(
         reason = backend.limits(needs) or not_usable(backend.name)
         if not reason:
             return Choice(backend.name, "; ".join(passed_over))
-        if backend.is_optional:  # somebody has installed it to be used
+        if backend.is_optional:  # it was installed to be used
             passed_over.append(f"{backend.name} {reason}")
     if needs.soft_caps:
         capped = "its attention scores are soft-capped, which only flash-attn and its own code do"
