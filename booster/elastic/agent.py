@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from booster.elastic.job_environment import VARIABLE, ElasticPlace, note
+from booster.elastic.job_environment import FOLDER, LEAVE, LIMIT, MODULES, VARIABLE, ElasticPlace, note
 from booster.elastic.leader import Leader, Limits
 from booster.elastic.local_ranks import LocalRanks, MachineMemory
 from booster.elastic.rendezvous import DONE, END, FAILED, IDLE, LEFT, RUN, RUNNING, Decision, Rendezvous, Report
@@ -119,7 +119,7 @@ class Agent:
             busy=self._ranks.running,
             ended=self._round.ended,
             progress=self._memory.newest_snapshot(),
-            limit=place.limit() if self._round.state == LEFT else None,
+            limit=place.get(LIMIT) if self._round.state == LEFT else None,
         )
 
     def _find_leader(self) -> None:
@@ -161,7 +161,7 @@ class Agent:
             elif decision.order == RUN:
                 self._begin(decision)
         elif decision.leaves and current.state == RUNNING:
-            self._place().ask_to_leave()
+            self._place().put(LEAVE, True)
 
     def _begin(self, decision: Decision) -> None:
         """Start this machine's ranks of a round."""
@@ -224,7 +224,7 @@ class Agent:
     def _teach(self) -> None:
         """Have the fork server import what the ranks have imported, once they train."""
         if not self._taught and self._memory.newest_snapshot():
-            names = self._place().modules()
+            names = self._place().get(MODULES)
             if names:
                 self._ranks.import_modules(names)
                 self._taught = True
@@ -252,10 +252,10 @@ class Agent:
 
     def keep_state(self) -> Path | None:
         """Copy the snapshots of this machine to disk, where the ranks have said; return the directory."""
-        folder = self._place().folder()
+        folder = self._place().get(FOLDER)
         if folder is None or not self._memory.newest_snapshot():
             return None
-        target = folder / f"memory-of-{socket.gethostname()}-{self._rendezvous.number}"
+        target = Path(folder) / f"memory-of-{socket.gethostname()}-{self._rendezvous.number}"
         shutil.copytree(self._place().pieces, target, dirs_exist_ok=True)
         return target
 

@@ -13,21 +13,36 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
-# Environment variable of a rank: an `ElasticPlace` as JSON.
-VARIABLE = "BOOSTER_ELASTIC"
-_LEAVE, _LIMIT, _MODULES, _PIECES, _FOLDER = "leave", "limit", "modules.json", "pieces", "folder"
+VARIABLE = "BOOSTER_ELASTIC"  # environment variable of a rank: an `ElasticPlace` as JSON
+# Names of what ranks and their agent tell each other: that the ranks are to leave at the next step boundary; how many
+# ranks the next round may have at most; modules that ranks import; where the state is kept if the job cannot go on.
+LEAVE, LIMIT, MODULES, FOLDER = "leave", "limit", "modules", "folder"
+_OF_ROUND = (LEAVE, LIMIT)  # the others last as long as the job
+_PIECES = "pieces"
+
+
+class Message:
+    """Base of dataclasses of plain values that are sent as JSON."""
+
+    def to_json(self) -> str:
+        """Return the text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read the text."""
+        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
-class ElasticPlace:
+class ElasticPlace(Message):
     """Place of a rank in an elastic job.
 
     Attributes:
@@ -43,15 +58,6 @@ class ElasticPlace:
     round: int
     events: str = ""
 
-    def to_json(self) -> str:
-        """Return the value of the environment variable."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> ElasticPlace:
-        """Read the value of the environment variable."""
-        return cls(**json.loads(text))
-
     @property
     def pieces(self) -> Path:
         """Directory of the pieces of snapshots on this machine."""
@@ -61,51 +67,20 @@ class ElasticPlace:
         """Append the time of an event to the file of events."""
         note(self.events, event, round=self.round, **values)
 
-    def is_asked_to_leave(self) -> bool:
-        """Return whether this round is to end at the next step boundary."""
-        return (Path(self.memory) / f"{_LEAVE}-{self.round}").exists()
+    def put(self, name: str, value: Any) -> None:
+        """Write a value for the ranks of this machine and their agent, who see it complete or not at all."""
+        path = self._path(name)
+        hidden = path.with_name(f".{path.name}-{os.getpid()}")
+        hidden.write_text(json.dumps(value), encoding="utf-8")
+        hidden.rename(path)
 
-    def ask_to_leave(self) -> None:
-        """Have this round end at the next step boundary; the agent calls this."""
-        (Path(self.memory) / f"{_LEAVE}-{self.round}").touch()
+    def get(self, name: str) -> Any:
+        """Return the value that was written last; None without one."""
+        path = self._path(name)
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    def set_limit(self, num_ranks: int) -> None:
-        """Ask for rounds of at most this many ranks while there are no more than now."""
-        write_at_once(Path(self.memory) / f"{_LIMIT}-{self.round}", str(num_ranks))
-
-    def limit(self) -> int | None:
-        """Return the limit that a rank of this round has set."""
-        path = Path(self.memory) / f"{_LIMIT}-{self.round}"
-        return int(path.read_text()) if path.exists() else None
-
-    def tell_modules(self, names: Iterator[str]) -> None:
-        """Tell the fork server which modules ranks import."""
-        path = Path(self.memory) / _MODULES
-        if not path.exists():
-            write_at_once(path, json.dumps(list(names)))
-
-    def modules(self) -> list[str]:
-        """Return the modules that ranks import; none before a rank has told."""
-        path = Path(self.memory) / _MODULES
-        return json.loads(path.read_text()) if path.exists() else []
-
-    def set_folder(self, folder: Path) -> None:
-        """Say where on disk the state is to be kept if the job cannot go on."""
-        path = Path(self.memory) / _FOLDER
-        if not path.exists() or path.read_text() != str(folder):
-            write_at_once(path, str(folder))
-
-    def folder(self) -> Path | None:
-        """Return where on disk the state is to be kept; None before a rank has said it."""
-        path = Path(self.memory) / _FOLDER
-        return Path(path.read_text()) if path.exists() else None
-
-
-def write_at_once(path: Path, text: str) -> None:
-    """Write a file that readers see complete or not at all."""
-    hidden = path.with_name(f".{path.name}-{os.getpid()}")
-    hidden.write_text(text, encoding="utf-8")
-    hidden.rename(path)
+    def _path(self, name: str) -> Path:
+        return Path(self.memory) / (f"{name}-{self.round}" if name in _OF_ROUND else name)
 
 
 def note(path: str, event: str, **values: Any) -> None:

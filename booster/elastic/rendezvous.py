@@ -10,12 +10,13 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
+from booster.elastic.job_environment import Message
 from booster.errors import ConfigurationError
 from booster.network import address_to_listen, hold_store, is_loopback
 
@@ -24,7 +25,7 @@ RUN, STOP, END = "run", "stop", "end"
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Message):
     """State of an agent.
 
     Attributes:
@@ -51,18 +52,9 @@ class Report:
     progress: int = 0
     limit: int | None = None
 
-    def to_json(self) -> str:
-        """Return the text for the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Report:
-        """Read a text of the store."""
-        return cls(**json.loads(text))
-
 
 @dataclass(frozen=True)
-class Decision:
+class Decision(Message):
     """What the leader wants all agents to do.
 
     Attributes:
@@ -85,15 +77,6 @@ class Decision:
     def world_size(self) -> int:
         """Number of ranks of the round."""
         return sum(count for _, _, count in self.members)
-
-    def to_json(self) -> str:
-        """Return the text for the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Decision:
-        """Read a text of the store."""
-        return cls(**json.loads(text))
 
 
 # Environment variable of the agents: what only the machines of the job know.

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from booster.elastic.job_environment import ElasticPlace
+from booster.elastic.job_environment import LEAVE, LIMIT, ElasticPlace
 from booster.errors import ConfigurationError
 from booster.failure.failure_report import LEFT
 from booster.launch import elastic_place
@@ -171,7 +171,7 @@ class StepBoundary:
         """End this process if all ranks leave after the snapshot `number`."""
         if self._store.check([_KEY]) and int(self._store.get(_KEY)) <= number:
             leave(self._place)
-        if self._rank == 0 and not self._is_said and self._place.is_asked_to_leave():
+        if self._rank == 0 and not self._is_said and self._place.get(LEAVE):
             self._is_said = True
             self._store.set(_KEY, str(number + 1))
 
@@ -309,7 +309,7 @@ def _leave_with_fewer(choice: LayoutChoice, world_size: int, place: ElasticPlace
         raise ConfigurationError(
             f"no layout fits {world_size} ranks or fewer; start more agents, or give elastic_layouts one for fewer"
         )
-    place.set_limit(fewer)
+    place.put(LIMIT, fewer)
     if dist.get_rank() == 0:
         sys.stderr.write(f"elastic: no layout fits {world_size} ranks; going on with {fewer}\n")
     all_gather_json(None, control_group())  # all have written the limit

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from booster import failure
+from booster.elastic.job_environment import FOLDER, MODULES
 from booster.launch import job_store, machine_of_this_rank
 from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
 from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earlier_stages
@@ -73,7 +74,8 @@ class ElasticCheckpointIO(HybridParallelCheckpointIO):
         self._number = self._complete = piece.number
         if is_first:
             self._place.note("first_step", rank=dist.get_rank(), number=self._number)
-            self._place.tell_modules(_installed_modules(dict(sys.modules)))
+            if self._place.get(MODULES) is None:
+                self._place.put(MODULES, list(_installed_modules(dict(sys.modules))))
         self._plans.begin(objects.get("model"), objects.get("dataloader"))
         self._boundary.pass_or_leave(self._number)
 
@@ -95,7 +97,7 @@ class ElasticCheckpointIO(HybridParallelCheckpointIO):
         found = newest_snapshot([self._place.pieces], self.group)
         self._number, self._complete = max(numbers), 0 if found is None else found.number
         self._boundary = StepBoundary(self._place, job_store(), dist.get_rank())
-        self._place.set_folder(Path(folder).resolve())
+        self._place.put(FOLDER, str(Path(folder).resolve()))
 
 
 class Neighbours:
