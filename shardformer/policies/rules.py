@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from shardformer.distributed.random import draw_per_rank
 from shardformer.layers import (
     ColumnParallelLinear,
     FusedLayerNorm,
     FusedRMSNorm,
     GatheredLMHead,
     HeadParallelEmbedding,
+    MultiQueryLinear,
     ParallelDropout,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLMHead,
 )
 from shardformer.policies.base import SubModuleReplacementDescription as Replacement
+from shardformer.sequence_parallel.split_gather import run_whole
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
 
@@ -42,6 +46,7 @@ class ShardingRules:
         *suffixes: str,
         num_heads: int | None = None,
         part_size: int | None = None,
+        parts: tuple[Part, ...] | None = None,
         reads: str | None = None,
         reads_whole: bool = False,
         gathers_sequence: bool = False,
@@ -52,12 +57,15 @@ class ShardingRules:
             suffixes: paths of the layers.
             num_heads: number of heads in the output, or in each part of a fused projection.
             part_size: number of features of each part of a fused projection.
+            parts: the parts of a fused projection, if their sizes differ.
             reads: name of the input, to join several calls.
             reads_whole: whether the input is not sharded even under sequence parallelism (an encoder's output).
             gathers_sequence: whether the layer itself starts a tensor-parallel region.
         """
         is_gathered = self.config.gathers_sum and not reads_whole
         kwargs = {"num_heads": num_heads, "part_size": part_size, "input_is_gathered": is_gathered}
+        if parts is not None:
+            kwargs = {"parts": parts, "input_is_gathered": is_gathered}
         options = {"reads": reads or suffixes[0], "gathers_sequence": gathers_sequence}
         return [_replace(suffix, ColumnParallelLinear, kwargs, **options) for suffix in suffixes]
 
@@ -150,10 +158,30 @@ class ShardingRules:
         """Shard an embedding table of biases [positions, heads] by heads."""
         return [_replace(suffix, HeadParallelEmbedding, {})]
 
+    def multi_query(self, suffix: str, **sizes: int) -> list[Replacement]:
+        """Replace a fused projection whose key/value heads are fewer than ranks; `sizes` are of `MultiQueryLinear`."""
+        return [_replace(suffix, MultiQueryLinear, {**sizes, "input_is_gathered": self.config.gathers_sum})]
+
+    def draw_per_rank(self) -> list[Change]:
+        """Let a module with functional dropout draw separate random numbers on each rank, for its own heads."""
+        return [self._draw_apart(self.config.tensor_parallel_size > 1 and not self.config.uses_ulysses)]
+
+    def draw_own_slice(self) -> list[Change]:
+        """Draw functional dropout between regions per rank, if each rank has its own slice of the sequence."""
+        return [self._draw_apart(self.config.sequence is not None)]
+
+    def run_whole(self) -> list[Change]:
+        """Let a module see whole sequences between regions."""
+        has_regions = self.config.sequence is not None and not self.config.uses_ulysses
+        return [partial(run_whole, region=self.config.sequence)] if has_regions else []
+
+    def _draw_apart(self, is_meant: bool) -> Change:
+        return lambda module: draw_per_rank(module, self.config.group.rank()) if is_meant else module
+
     def _norm(self, fused: type, suffixes: tuple[str, ...]) -> list[Replacement]:
         target = fused if self.config.enable_fused_normalization else None
-        partial = self.config.cuts_sequence
-        return [_replace(suffix, target, {}, partial_gradient=partial) for suffix in suffixes]
+        is_partial = self.config.cuts_sequence
+        return [_replace(suffix, target, {}, partial_gradient=is_partial) for suffix in suffixes]
 
 
 def _replace(suffix: str, target: type | None, kwargs: dict[str, Any], **options: Any) -> Replacement:

@@ -124,7 +124,7 @@ def _case(family: str, members: Family, layout: str, options: dict[str, Any], se
 
 def _only_renames(family: str) -> bool:
     policy = family_policies().get(family)
-    return policy is not None and not {"module_policy", "stages"} & set(vars(policy))
+    return policy is not None and not {"module_policy", "table", "stages"} & set(vars(policy))
 
 
 def _kernels(family: str, members: Family) -> dict[str, Any]:

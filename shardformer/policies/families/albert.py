@@ -10,8 +10,8 @@ from torch import nn
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.loss.text import pretraining
-from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import ShardingRules
+from shardformer.policies.base import ModulePolicyDescription
+from shardformer.policies.table import HEADS, TablePolicy, described, rules
 from shardformer.sequence_parallel.split_gather import run_whole
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
@@ -68,7 +68,7 @@ def _twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-class AlbertPolicy(Policy):
+class AlbertPolicy(TablePolicy):
     """Policy for ALBERT. Stages that run the same group share its parameters."""
 
     family, prefix = "albert", "Albert"
@@ -88,6 +88,21 @@ class AlbertPolicy(Policy):
         first={"embeddings": Received, "encoder.embedding_hidden_mapping_in": IdentityPlaceholder},
         last=("pooler",),
     )
+    table = {
+        "AlbertEmbeddings": [rules.vocab("word_embeddings")],
+        "AlbertAttention": [
+            rules.column("query", "key", "value", num_heads=HEADS),
+            rules.row("dense", num_heads=HEADS),
+            rules.layer_norm("LayerNorm"),
+            rules.residual_dropout("output_dropout"),
+        ],
+        "AlbertLayer": [
+            rules.column("ffn", gathers_sequence=True),
+            rules.row("ffn_output"),
+            rules.layer_norm("full_layer_layer_norm"),
+        ],
+        "AlbertMLMHead": [rules.head("decoder")],
+    }
     head_losses = {
         **USUAL_HEAD_LOSSES,
         "ForPreTraining": partial(pretraining, pair_label="sentence_order_label", pair_logits="sop_logits"),
@@ -107,33 +122,11 @@ class AlbertPolicy(Policy):
             encoder.config.num_hidden_groups = depth
         return self.model
 
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        heads = self.model.config.num_attention_heads
-        # The attention adds its residual and normalises the sum: under split-gather it sees the whole sequence.
-        runs_whole = self.shard_config.sequence is not None and not self.shard_config.uses_ulysses
-        whole = ShardingRules(self.shard_config.without_sequence()) if runs_whole else rules
-        return {
-            "AlbertEmbeddings": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
-            "AlbertAttention": ModulePolicyDescription(
-                param_replacement=[self._run_whole] if runs_whole else [],
-                sub_module_replacement=[
-                    *whole.column("query", "key", "value", num_heads=heads),
-                    *whole.row("dense", num_heads=heads),
-                    *whole.layer_norm("LayerNorm"),
-                    *whole.residual_dropout("output_dropout"),
-                ],
-            ),
-            "AlbertLayer": ModulePolicyDescription(
-                sub_module_replacement=[
-                    *rules.column("ffn", gathers_sequence=True),
-                    *rules.row("ffn_output"),
-                    *rules.layer_norm("full_layer_layer_norm"),
-                ]
-            ),
-            "AlbertMLMHead": ModulePolicyDescription(sub_module_replacement=rules.head("decoder")),
-        }
-
-    def _run_whole(self, attention: nn.Module) -> None:
-        run_whole(attention, self.shard_config.sequence)
+    def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
+        """Return the table; attention, which adds its residual and normalises the sum, sees whole sequences."""
+        table, config = dict(super().module_policy()), self.shard_config
+        if config.sequence is not None and not config.uses_ulysses:
+            attention = described(self.table["AlbertAttention"], self, config.without_sequence())
+            attention.param_replacement.append(partial(run_whole, region=config.sequence))
+            table["AlbertAttention"] = attention
+        return table

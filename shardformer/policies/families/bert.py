@@ -2,155 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from shardformer.attention.own_attention import MPNetRegistryAttention
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.loss.text import causal_lm, recurring_spans, replaced_tokens
-from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import ShardingRules
+from shardformer.policies.table import GATHERS, HEADS, TablePolicy, local, rules, variant
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
+_CLASSIFIERS = ("ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification", "ForQuestionAnswering")
+_NEXT_SENTENCE = ("ForMaskedLM", "ForNextSentencePrediction", *_CLASSIFIERS)
+_LOCAL = local(HEADS, all_head_size="hidden_size")
+_DROPOUT = rules.residual_dropout("dropout")
+_OUTPUT = (rules.layer_norm("LayerNorm"), _DROPOUT)
+_LAYERS = {
+    "{}Embeddings": [rules.vocab("word_embeddings")],
+    "{}SelfAttention": [GATHERS, _LOCAL, rules.column("query", "key", "value", num_heads=HEADS)],
+    "{}CrossAttention": [
+        GATHERS,
+        _LOCAL,
+        rules.column("query", num_heads=HEADS),
+        rules.column("key", "value", num_heads=HEADS),
+    ],
+    "{}SelfOutput": [rules.row("dense", num_heads=HEADS), *_OUTPUT],
+    "{}Intermediate": [GATHERS, rules.column("dense")],
+    "{}Output": [rules.row("dense"), *_OUTPUT],
+}
+_LM_HEAD = {"{}LMHead": [rules.head("decoder")]}
 
-class BertPolicy(Policy):
+
+class BertPolicy(TablePolicy):
     """Policy for BERT. Its layers normalise after each tensor-parallel region, so norms are between regions."""
 
     family, prefix = "bert", "Bert"
-    heads = (
-        "Model",
-        "ForPreTraining",
-        "LMHeadModel",
-        "ForMaskedLM",
-        "ForNextSentencePrediction",
-        "ForSequenceClassification",
-        "ForMultipleChoice",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-    )
+    heads: tuple[str, ...] = ("Model", "ForPreTraining", "LMHeadModel", *_NEXT_SENTENCE)
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received}, last=("pooler",))
     supports_sequence_parallel = True
-    head_losses = USUAL_HEAD_LOSSES
-
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        heads = self.model.config.num_attention_heads
-        attention = rules.column("query", "key", "value", num_heads=heads)
-        cross_attention = [*rules.column("query", num_heads=heads), *rules.column("key", "value", num_heads=heads)]
-        output = [*rules.layer_norm("LayerNorm"), *rules.residual_dropout("dropout")]
-        local_heads = {
-            "num_attention_heads": heads // self.tp_size,
-            "all_head_size": self.model.config.hidden_size // self.tp_size,
-        }
-        return {
-            f"{self.prefix}Embeddings": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
-            f"{self.prefix}SelfAttention": ModulePolicyDescription(local_heads, [], attention, gathers_sequence=True),
-            f"{self.prefix}CrossAttention": ModulePolicyDescription(
-                local_heads, [], cross_attention, gathers_sequence=True
-            ),
-            f"{self.prefix}SelfOutput": ModulePolicyDescription(
-                sub_module_replacement=[*rules.row("dense", num_heads=heads), *output],
-            ),
-            f"{self.prefix}Intermediate": ModulePolicyDescription(
-                sub_module_replacement=rules.column("dense"),
-                gathers_sequence=True,
-            ),
-            f"{self.prefix}Output": ModulePolicyDescription(sub_module_replacement=[*rules.row("dense"), *output]),
-            f"{self.prefix}LMPredictionHead": ModulePolicyDescription(sub_module_replacement=rules.head("decoder")),
-        }
+    table = {**_LAYERS, "{}LMPredictionHead": [rules.head("decoder")]}
 
 
 class RobertaPolicy(BertPolicy):
     """Policy for RoBERTa."""
 
     family, prefix = "roberta", "Roberta"
-    heads = (
-        "Model",
-        "ForCausalLM",
-        "ForMaskedLM",
-        "ForSequenceClassification",
-        "ForMultipleChoice",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-    )
-    supports_sequence_parallel = True
-    head_losses = USUAL_HEAD_LOSSES
-
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return BERT's table with RoBERTa's head."""
-        table = dict(super().module_policy())
-        table[f"{self.prefix}LMHead"] = table.pop(f"{self.prefix}LMPredictionHead")
-        return table
-
-
-class ErniePolicy(BertPolicy):
-    """Policy for ERNIE."""
-
-    family, prefix = "ernie", "Ernie"
-    heads = (
-        "Model",
-        "ForPreTraining",
-        "ForCausalLM",
-        "ForMaskedLM",
-        "ForNextSentencePrediction",
-        "ForSequenceClassification",
-        "ForMultipleChoice",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-    )
-    head_losses = USUAL_HEAD_LOSSES
+    heads = ("Model", "ForCausalLM", "ForMaskedLM", *_CLASSIFIERS)
+    table = {**_LAYERS, **_LM_HEAD}
 
 
 class ElectraPolicy(BertPolicy):
     """Policy for ELECTRA: the discriminator, and the language-model heads of the generator."""
 
     family, prefix = "electra", "Electra"
-    heads = (
-        "Model",
-        "ForPreTraining",
-        "ForCausalLM",
-        "ForMaskedLM",
-        "ForSequenceClassification",
-        "ForMultipleChoice",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-    )
+    heads = ("Model", "ForPreTraining", "ForCausalLM", "ForMaskedLM", *_CLASSIFIERS)
     stages = StageLayout(
         layers="encoder.layer", first={"embeddings": Received, "embeddings_project": IdentityPlaceholder}
     )
-    supports_sequence_parallel = True
     head_losses = {**USUAL_HEAD_LOSSES, "ForPreTraining": replaced_tokens}
-
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        table = dict(super().module_policy())
-        del table["ElectraLMPredictionHead"]
-        rules = ShardingRules(self.shard_config)
-        for head in ("ForMaskedLM", "ForCausalLM"):
-            table[f"Electra{head}"] = ModulePolicyDescription(sub_module_replacement=rules.head("generator_lm_head"))
-        return table
-
-
-class XLMRobertaPolicy(RobertaPolicy):
-    """Policy for XLM-RoBERTa."""
-
-    family, prefix = "xlm_roberta", "XLMRoberta"
-    head_losses = USUAL_HEAD_LOSSES
-
-
-class CamembertPolicy(RobertaPolicy):
-    """Policy for CamemBERT."""
-
-    family, prefix = "camembert", "Camembert"
-    head_losses = USUAL_HEAD_LOSSES
-
-
-class Data2VecTextPolicy(RobertaPolicy):
-    """Policy for data2vec for text."""
-
-    family, prefix = "data2vec_text", "Data2VecText"
-    module = "transformers.models.data2vec.modeling_data2vec_text"
-    head_losses = USUAL_HEAD_LOSSES
+    table = _LAYERS | dict.fromkeys(("{}ForMaskedLM", "{}ForCausalLM"), [rules.head("generator_lm_head")])
 
 
 class RobertaPreLayerNormPolicy(RobertaPolicy):
@@ -158,25 +64,13 @@ class RobertaPreLayerNormPolicy(RobertaPolicy):
 
     family, prefix = "roberta_prelayernorm", "RobertaPreLayerNorm"
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received}, last=("LayerNorm", "pooler"))
-    supports_sequence_parallel = True
-    head_losses = USUAL_HEAD_LOSSES
-
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        heads = self.model.config.num_attention_heads
-        dropout = rules.residual_dropout("dropout")
-        return {
-            **super().module_policy(),
-            f"{self.prefix}Attention": ModulePolicyDescription(sub_module_replacement=rules.layer_norm("LayerNorm")),
-            f"{self.prefix}SelfOutput": ModulePolicyDescription(
-                sub_module_replacement=[*rules.row("dense", num_heads=heads), *dropout]
-            ),
-            f"{self.prefix}Intermediate": ModulePolicyDescription(
-                sub_module_replacement=[*rules.layer_norm("LayerNorm"), *rules.column("dense")], gathers_sequence=True
-            ),
-            f"{self.prefix}Output": ModulePolicyDescription(sub_module_replacement=[*rules.row("dense"), *dropout]),
-        }
+    table = {
+        **RobertaPolicy.table,
+        "{}Attention": [rules.layer_norm("LayerNorm")],
+        "{}SelfOutput": [rules.row("dense", num_heads=HEADS), _DROPOUT],
+        "{}Intermediate": [GATHERS, rules.layer_norm("LayerNorm"), rules.column("dense")],
+        "{}Output": [rules.row("dense"), _DROPOUT],
+    }
 
 
 class BertGenerationPolicy(BertPolicy):
@@ -184,22 +78,8 @@ class BertGenerationPolicy(BertPolicy):
 
     family, prefix = "bert_generation", "BertGeneration"
     heads = ("Encoder", "Decoder")
-    supports_sequence_parallel = True
     head_losses = {**USUAL_HEAD_LOSSES, "Decoder": causal_lm}
-
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        table = dict(super().module_policy())
-        table["BertGenerationOnlyLMHead"] = table.pop("BertGenerationLMPredictionHead")
-        return table
-
-
-class LayoutLMPolicy(BertPolicy):
-    """Policy for LayoutLM. Only its embeddings use the boxes on the page."""
-
-    family, prefix = "layoutlm", "LayoutLM"
-    heads = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-    head_losses = USUAL_HEAD_LOSSES
+    table = {**_LAYERS, "{}OnlyLMHead": [rules.head("decoder")]}
 
 
 class SplinterPolicy(BertPolicy):
@@ -208,14 +88,8 @@ class SplinterPolicy(BertPolicy):
     family, prefix = "splinter", "Splinter"
     heads = ("Model", "ForQuestionAnswering", "ForPreTraining")
     stages = StageLayout(layers="encoder.layer", first={"embeddings": Received})
-    supports_sequence_parallel = True
     head_losses = {**USUAL_HEAD_LOSSES, "ForPreTraining": recurring_spans}
-
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        table = dict(super().module_policy())
-        del table["SplinterLMPredictionHead"]
-        return table
+    table = _LAYERS
 
 
 class MPNetPolicy(BertPolicy):
@@ -223,14 +97,7 @@ class MPNetPolicy(BertPolicy):
 
     family, prefix = "mpnet", "MPNet"
     own_attention = {"MPNetSelfAttention": MPNetRegistryAttention}
-    heads = (
-        "Model",
-        "ForMaskedLM",
-        "ForSequenceClassification",
-        "ForMultipleChoice",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-    )
+    heads = ("Model", "ForMaskedLM", *_CLASSIFIERS)
     stages = StageLayout(
         layers="encoder.layer",
         first={"embeddings": Received},
@@ -238,72 +105,51 @@ class MPNetPolicy(BertPolicy):
         last=("pooler",),
         tuple_output=True,
     )
-    supports_sequence_parallel = True
-    head_losses = USUAL_HEAD_LOSSES
-
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        table = dict(super().module_policy())
-        rules = ShardingRules(self.shard_config)
-        heads = self.model.config.num_attention_heads
-        table["MPNetSelfAttention"] = ModulePolicyDescription(
-            {"all_head_size": self.model.config.hidden_size // self.tp_size},
-            sub_module_replacement=[
-                *rules.column("q", "k", "v", num_heads=heads),
-                *rules.row("o", num_heads=heads),
-                *rules.region_dropout("dropout"),
-            ],
-            gathers_sequence=True,
-        )
-        table["MPNetAttention"] = ModulePolicyDescription(
-            sub_module_replacement=[*rules.layer_norm("LayerNorm"), *rules.residual_dropout("dropout")]
-        )
-        table["MPNetEncoder"] = ModulePolicyDescription(
-            sub_module_replacement=rules.head_sharded_embedding("relative_attention_bias")
-        )
-        table["MPNetLMHead"] = table.pop("MPNetLMPredictionHead")
-        return table
+    table = {
+        **_LAYERS,
+        "{}SelfAttention": [
+            GATHERS,
+            local(all_head_size="hidden_size"),
+            rules.column("q", "k", "v", num_heads=HEADS),
+            rules.row("o", num_heads=HEADS),
+            rules.region_dropout("dropout"),
+        ],
+        "{}Attention": _OUTPUT,
+        "{}Encoder": [rules.head_sharded_embedding("relative_attention_bias")],
+        **_LM_HEAD,
+    }
 
 
-class DistilBertPolicy(Policy):
+class DistilBertPolicy(TablePolicy):
     """Policy for DistilBERT."""
 
     family, prefix = "distilbert", "DistilBert"
-    heads = (
-        "Model",
-        "ForMaskedLM",
-        "ForSequenceClassification",
-        "ForQuestionAnswering",
-        "ForTokenClassification",
-        "ForMultipleChoice",
-    )
+    heads = ("Model", "ForMaskedLM", *_CLASSIFIERS)
     stages = StageLayout(layers="transformer.layer", first={"embeddings": Received})
     supports_sequence_parallel = True
-    head_losses = USUAL_HEAD_LOSSES
+    head_fields = ("n_heads",)
+    table = {
+        "Embeddings": [rules.vocab("word_embeddings")],
+        "{}SelfAttention": [
+            GATHERS,
+            rules.column("q_lin", "k_lin", "v_lin", num_heads="n_heads"),
+            rules.row("out_lin", num_heads="n_heads"),
+        ],
+        "FFN": [GATHERS, rules.column("lin1"), rules.row("lin2"), _DROPOUT],
+        "TransformerBlock": [rules.layer_norm("sa_layer_norm", "output_layer_norm")],
+        "{}ForMaskedLM": [rules.head("vocab_projector")],
+    }
 
-    def head_counts(self) -> Mapping[str, int]:
-        """Return the head count by DistilBERT's name for it."""
-        return {"n_heads": self.model.config.n_heads}
 
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        heads = self.model.config.n_heads
-        return {
-            "Embeddings": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
-            "DistilBertSelfAttention": ModulePolicyDescription(
-                sub_module_replacement=[
-                    *rules.column("q_lin", "k_lin", "v_lin", num_heads=heads),
-                    *rules.row("out_lin", num_heads=heads),
-                ],
-                gathers_sequence=True,
-            ),
-            "FFN": ModulePolicyDescription(
-                sub_module_replacement=[*rules.column("lin1"), *rules.row("lin2"), *rules.residual_dropout("dropout")],
-                gathers_sequence=True,
-            ),
-            "TransformerBlock": ModulePolicyDescription(
-                sub_module_replacement=rules.layer_norm("sa_layer_norm", "output_layer_norm")
-            ),
-            "DistilBertForMaskedLM": ModulePolicyDescription(sub_module_replacement=rules.head("vocab_projector")),
-        }
+ErniePolicy = variant(BertPolicy, "ernie", "Ernie", heads=("Model", "ForPreTraining", "ForCausalLM", *_NEXT_SENTENCE))
+LayoutLMPolicy = variant(  # its embeddings alone use the boxes on the page
+    BertPolicy,
+    "layoutlm",
+    "LayoutLM",
+    heads=("Model", "ForMaskedLM", *(name for name in _CLASSIFIERS if name != "ForMultipleChoice")),
+)
+XLMRobertaPolicy = variant(RobertaPolicy, "xlm_roberta", "XLMRoberta")
+CamembertPolicy = variant(RobertaPolicy, "camembert", "Camembert")
+Data2VecTextPolicy = variant(
+    RobertaPolicy, "data2vec_text", "Data2VecText", module="transformers.models.data2vec.modeling_data2vec_text"
+)

@@ -10,12 +10,27 @@ from torch import nn
 
 from shardformer.loss.text import language_of_images
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import ShardingRules
-from shardformer.sequence_parallel.split_gather import run_whole
+from shardformer.policies.table import GATHERS, Entry, TablePolicy, described, rules
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
-class Blip2Policy(Policy):
+def _qformer_heads(policy: Policy) -> int:
+    return policy.model.config.qformer_config.num_attention_heads
+
+
+def _attention(reads_image: bool) -> list[Entry]:
+    # Keys and values of a cross-attention read the image, so they do not share the query's input.
+    return [
+        GATHERS,
+        rules.column("query", num_heads=_qformer_heads),
+        rules.column("key", "value", num_heads=_qformer_heads, reads_whole=reads_image),
+    ]
+
+
+_OUTPUT = [rules.layer_norm("LayerNorm"), rules.residual_dropout("dropout")]
+
+
+class Blip2Policy(TablePolicy):
     """Policy for BLIP-2. The language model is sharded by the policy of its own family."""
 
     family, prefix = "blip_2", "Blip2"
@@ -67,9 +82,6 @@ class Blip2Policy(Policy):
         paths = [path for path, _ in self.model.named_modules()]
         return [path for path in paths if path.startswith("qformer.") and path.endswith(".crossattention.attention")]
 
-    def _run_whole(self, attention: nn.Module) -> None:
-        run_whole(attention, self.shard_config.sequence)
-
     def head_counts(self) -> Mapping[str, int]:
         """Return the head counts of the image encoder and the querying transformer."""
         config = self.model.config
@@ -82,46 +94,24 @@ class Blip2Policy(Policy):
         """Return why the model or its language model cannot be sharded."""
         return [*super().check(), *self.language_policy.check()]
 
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        config = self.model.config
-        heads = config.qformer_config.num_attention_heads
-        has_regions = self.shard_config.sequence is not None and not self.shard_config.uses_ulysses
-        output = [*rules.layer_norm("LayerNorm"), *rules.residual_dropout("dropout")]
+    table = {
+        # It reshapes by the size of its input, so weights are sharded but every rank computes all heads.
+        "Blip2Attention": [rules.run_whole(), rules.gathered("qkv"), rules.row_split_input("projection")],
+        "Blip2MLP": [GATHERS, rules.column("fc1"), rules.row("fc2")],
+        "Blip2EncoderLayer": [rules.layer_norm("layer_norm1", "layer_norm2")],
+        "Blip2QFormerMultiHeadAttention": _attention(reads_image=False),
+        "Blip2QFormerSelfOutput": [rules.row("dense", num_heads=_qformer_heads), *_OUTPUT],
+        "Blip2QFormerIntermediate": [GATHERS, rules.column("dense")],
+        "Blip2QFormerOutput": [rules.row("dense"), *_OUTPUT],
+    }
 
-        def attention(reads_image: bool) -> ModulePolicyDescription:
-            # Keys and values of a cross-attention read the image, so they do not share the query's input.
-            projections = [
-                *rules.column("query", num_heads=heads),
-                *rules.column("key", "value", num_heads=heads, reads_whole=reads_image),
-            ]
-            return ModulePolicyDescription(sub_module_replacement=projections, gathers_sequence=True)
-
-        return {
-            # It reshapes by the size of its input, so weights are sharded but every rank computes all heads.
-            "Blip2Attention": ModulePolicyDescription(
-                {} if self.shard_config.uses_ulysses else {"attention_is_replicated": True},
-                [self._run_whole] if has_regions else [],
-                sub_module_replacement=[*rules.gathered("qkv"), *rules.row_split_input("projection")],
-            ),
-            "Blip2MLP": ModulePolicyDescription(
-                sub_module_replacement=[*rules.column("fc1"), *rules.row("fc2")], gathers_sequence=True
-            ),
-            "Blip2EncoderLayer": ModulePolicyDescription(
-                sub_module_replacement=rules.layer_norm("layer_norm1", "layer_norm2")
-            ),
-            "Blip2QFormerMultiHeadAttention": attention(reads_image=False),
-            **{path: attention(reads_image=True) for path in self._cross_attentions()},
-            "Blip2QFormerSelfOutput": ModulePolicyDescription(
-                sub_module_replacement=[*rules.row("dense", num_heads=heads), *output]
-            ),
-            "Blip2QFormerIntermediate": ModulePolicyDescription(
-                sub_module_replacement=rules.column("dense"), gathers_sequence=True
-            ),
-            "Blip2QFormerOutput": ModulePolicyDescription(sub_module_replacement=[*rules.row("dense"), *output]),
-            **self.language_policy.module_policy(),
-        }
+    def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
+        """Return the table, with cross-attentions by path, and that of the language model."""
+        table = dict(super().module_policy())
+        table |= {path: described(_attention(reads_image=True), self) for path in self._cross_attentions()}
+        if not self.shard_config.uses_ulysses:
+            table["Blip2Attention"].attribute_replacement["attention_is_replicated"] = True
+        return table | self.language_policy.module_policy()
 
     def preprocess(self) -> nn.Module:
         """Prepare the language model for its policy."""

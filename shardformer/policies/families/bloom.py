@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from shardformer.attention.own_attention import BloomRegistryAttention, FalconRegistryAttention, OwnAttention
-from shardformer.distributed.random import draw_per_rank
-from shardformer.layers import MultiQueryLinear
-from shardformer.loss.heads import USUAL_HEAD_LOSSES
-from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.base import Policy
 from shardformer.policies.module_edits import use_local_biases
-from shardformer.policies.rules import ShardingRules
+from shardformer.policies.table import GATHERS, HEADS, Entry, TablePolicy, local, own, rules
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
+_MLP = [GATHERS, rules.column("dense_h_to_4h"), rules.row("dense_4h_to_h")]
 
-class BloomPolicy(Policy):
+
+class BloomPolicy(TablePolicy):
     """Policy for BLOOM. Every rank builds the biases of all heads and uses those of its own heads."""
 
     family, prefix = "bloom", "Bloom"
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     supports_sequence_parallel = True
+    head_fields: tuple[str, ...] = ("n_head",)
     own_attention: Mapping[str, type[OwnAttention]] = {"BloomAttention": BloomRegistryAttention}
     stages = StageLayout(
         layers="h",
@@ -29,11 +29,6 @@ class BloomPolicy(Policy):
         last=("ln_f",),
         tuple_output=2,
     )
-    head_losses = USUAL_HEAD_LOSSES
-
-    def head_counts(self) -> Mapping[str, int]:
-        """Return the head count by BLOOM's name for it."""
-        return {"n_head": self.model.config.n_head}
 
     def check(self) -> list[str]:
         """Return why the model cannot be sharded; `slow_but_exact` slices whole weights."""
@@ -42,37 +37,20 @@ class BloomPolicy(Policy):
             return [*super().check(), "slow_but_exact=True slices whole weights; use slow_but_exact=False"]
         return super().check()
 
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        heads = self.model.config.n_head
-        return {
-            "BloomModel": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
-            "BloomAttention": ModulePolicyDescription(
-                {"num_heads": heads // self.tp_size},
-                [self._use_local_biases],
-                [
-                    *rules.column("query_key_value", num_heads=heads),
-                    *rules.row("dense", num_heads=heads),
-                    *rules.region_dropout("attention_dropout"),
-                ],
-                gathers_sequence=True,
-            ),
-            "BloomMLP": ModulePolicyDescription(
-                sub_module_replacement=[*rules.column("dense_h_to_4h"), *rules.row("dense_4h_to_h")],
-                gathers_sequence=True,
-            ),
-            "BloomBlock": ModulePolicyDescription(
-                param_replacement=[self._drop_own_slice],
-                sub_module_replacement=rules.layer_norm("input_layernorm", "post_attention_layernorm"),
-            ),
-            "BloomForCausalLM": ModulePolicyDescription(sub_module_replacement=rules.head("lm_head")),
-        }
-
-    def _drop_own_slice(self, layer: nn.Module) -> nn.Module:
-        """Draw functional dropout between the regions per rank, because each rank holds its own sequence slice."""
-        sees_slice = self.shard_config.sequence is not None
-        return draw_per_rank(layer, self.shard_config.group.rank()) if sees_slice else layer
+    table: Mapping[str, Sequence[Entry]] = {
+        "BloomModel": [rules.vocab("word_embeddings")],
+        "BloomAttention": [
+            GATHERS,
+            local(num_heads="n_head"),
+            own("_use_local_biases"),
+            rules.column("query_key_value", num_heads="n_head"),
+            rules.row("dense", num_heads="n_head"),
+            rules.region_dropout("attention_dropout"),
+        ],
+        "BloomMLP": _MLP,
+        "BloomBlock": [rules.draw_own_slice(), rules.layer_norm("input_layernorm", "post_attention_layernorm")],
+        "BloomForCausalLM": [rules.head("lm_head")],
+    }
 
     def _use_local_biases(self, attention: nn.Module) -> None:
         if self.tp_size > 1:
@@ -88,7 +66,6 @@ class FalconPolicy(BloomPolicy):
     stages = StageLayout(
         layers="h", first={"word_embeddings": Received}, every=("rotary_emb",), last=("ln_f",), tuple_output=2
     )
-    head_losses = USUAL_HEAD_LOSSES
 
     def head_counts(self) -> Mapping[str, int]:
         """Return the head counts, with key/value heads in the new architecture only."""
@@ -100,52 +77,35 @@ class FalconPolicy(BloomPolicy):
         """Return why the model cannot be sharded."""
         return Policy.check(self)
 
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
+    @property
+    def table(self) -> Mapping[str, list[Entry]]:
+        """The table; which heads the fused projection has, and what counts them, is in the configuration."""
         config = self.model.config
         heads = config.num_attention_heads
-        local = {"num_heads": heads // self.tp_size}
+        counts = [local(num_heads=HEADS)]
         if config.new_decoder_architecture:
-            fused = rules.column("query_key_value", num_heads=config.num_kv_heads)
-            local["num_kv_heads"] = config.num_kv_heads // self.tp_size
+            fused = rules.column("query_key_value", num_heads="num_kv_heads")
+            counts.append(local("num_kv_heads"))
         elif config.multi_query:
-            fused = [
-                SubModuleReplacementDescription(
-                    "query_key_value",
-                    MultiQueryLinear,
-                    {
-                        "num_heads": heads,
-                        "head_dim": config.hidden_size // heads,
-                        "input_is_gathered": self.shard_config.gathers_sum,
-                    },
-                )
-            ]
+            fused = rules.multi_query("query_key_value", num_heads=heads, head_dim=config.hidden_size // heads)
         else:
-            fused = rules.column("query_key_value", num_heads=heads)
-            local["num_kv_heads"] = heads // self.tp_size
+            fused = rules.column("query_key_value", num_heads=HEADS)
+            counts.append(local(num_kv_heads=HEADS))
         return {
-            "FalconModel": ModulePolicyDescription(sub_module_replacement=rules.vocab("word_embeddings")),
-            "FalconAttention": ModulePolicyDescription(
-                local,
-                [self._use_local_biases, self._draw_per_rank],
-                [*fused, *rules.row("dense", num_heads=heads), *rules.region_dropout("attention_dropout")],
-                gathers_sequence=True,
-            ),
-            "FalconMLP": ModulePolicyDescription(
-                sub_module_replacement=[*rules.column("dense_h_to_4h"), *rules.row("dense_4h_to_h")],
-                gathers_sequence=True,
-            ),
-            "FalconDecoderLayer": ModulePolicyDescription(
-                param_replacement=[self._drop_own_slice],
-                sub_module_replacement=rules.layer_norm(
-                    "input_layernorm?", "post_attention_layernorm?", "ln_attn?", "ln_mlp?"
-                ),
-            ),
-            "FalconForCausalLM": ModulePolicyDescription(sub_module_replacement=rules.head("lm_head")),
+            "FalconModel": [rules.vocab("word_embeddings")],
+            "FalconAttention": [
+                GATHERS,
+                *counts,
+                own("_use_local_biases"),
+                rules.draw_per_rank(),  # SDPA takes the dropout probability of the module and draws the mask itself
+                fused,
+                rules.row("dense", num_heads=HEADS),
+                rules.region_dropout("attention_dropout"),
+            ],
+            "FalconMLP": _MLP,
+            "FalconDecoderLayer": [
+                rules.draw_own_slice(),
+                rules.layer_norm("input_layernorm?", "post_attention_layernorm?", "ln_attn?", "ln_mlp?"),
+            ],
+            "FalconForCausalLM": [rules.head("lm_head")],
         }
-
-    def _draw_per_rank(self, attention: nn.Module) -> nn.Module:
-        if self.tp_size > 1:  # SDPA takes the dropout probability of the module and draws the mask itself
-            return draw_per_rank(attention, self.shard_config.group.rank())
-        return attention

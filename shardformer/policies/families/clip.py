@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import ShardingRules
+from shardformer.policies.table import GATHERS, TablePolicy, rules
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 
-class CLIPPolicy(Policy):
+class CLIPPolicy(TablePolicy):
     """Policy for CLIP. If the model has both towers, the image tower runs first."""
 
     family, prefix = "clip", "CLIP"
@@ -25,6 +24,7 @@ class CLIPPolicy(Policy):
     )
     supports_sequence_parallel = True
     splits_towers = True
+    head_losses = {}
 
     @property
     def stages(self) -> StageLayout:
@@ -56,22 +56,12 @@ class CLIPPolicy(Policy):
             f"{tower}num_attention_heads": config.num_attention_heads for tower, config in self._tower_configs().items()
         }
 
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        return {
-            "CLIPTextEmbeddings": ModulePolicyDescription(sub_module_replacement=rules.vocab("token_embedding")),
-            "CLIPAttention": ModulePolicyDescription(
-                sub_module_replacement=[*rules.column("q_proj", "k_proj", "v_proj"), *rules.row("out_proj")],
-                gathers_sequence=True,
-            ),
-            "CLIPMLP": ModulePolicyDescription(
-                sub_module_replacement=[*rules.column("fc1"), *rules.row("fc2")], gathers_sequence=True
-            ),
-            "CLIPEncoderLayer": ModulePolicyDescription(
-                sub_module_replacement=rules.layer_norm("layer_norm1", "layer_norm2")
-            ),
-        }
+    table = {
+        "CLIPTextEmbeddings": [rules.vocab("token_embedding")],
+        "CLIPAttention": [GATHERS, rules.column("q_proj", "k_proj", "v_proj"), rules.row("out_proj")],
+        "CLIPMLP": [GATHERS, rules.column("fc1"), rules.row("fc2")],
+        "CLIPEncoderLayer": [rules.layer_norm("layer_norm1", "layer_norm2")],
+    }
 
     def _tower_configs(self) -> Mapping[str, Any]:
         """Return the configurations of the model's towers, by the prefix of their option names."""

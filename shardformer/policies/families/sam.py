@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from torch import nn
-
-from shardformer.distributed.random import draw_per_rank
-from shardformer.loss.heads import USUAL_HEAD_LOSSES
-from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import ShardingRules
+from shardformer.policies.base import Policy
+from shardformer.policies.table import Entry, TablePolicy, local, rules
 from shardformer.stages.stage import Received, StageLayout
 
 
-class SamPolicy(Policy):
+def _vision(policy: Policy) -> Any:
+    return getattr(policy.model.config, "vision_config", policy.model.config)
+
+
+def _heads(policy: Policy) -> int:
+    return _vision(policy).num_attention_heads
+
+
+def _decoder_heads(policy: Policy) -> int:
+    return policy.model.config.mask_decoder_config.num_attention_heads
+
+
+_ENCODER = {
+    "SamVisionAttention": [
+        local(num_attention_heads=_heads),
+        rules.draw_per_rank(),  # attention dropout is a function; the module draws nothing else
+        rules.module_parameters("rel_pos_h", "rel_pos_w", partial_gradient=True),
+        rules.column("qkv", num_heads=_heads, part_size=lambda policy: _vision(policy).hidden_size),
+        rules.row("proj", num_heads=_heads),
+    ],
+    "SamMLPBlock": [rules.column("lin1"), rules.row("lin2")],
+    "SamVisionLayer": [rules.layer_norm("layer_norm1", "layer_norm2")],
+}
+_DECODER = {
+    "SamAttention": [
+        local(num_attention_heads=_decoder_heads),
+        *(
+            rules.column(name, num_heads=_decoder_heads) for name in ("q_proj", "k_proj", "v_proj")
+        ),  # read different inputs
+        rules.row("out_proj", num_heads=_decoder_heads),
+    ]
+}
+
+
+class SamPolicy(TablePolicy):
     """Policy for SAM. Heads share the decomposed relative positions, so a rank's gradient of them is partial."""
 
     family, prefix = "sam", "Sam"
     heads = ("Model", "VisionModel")
     supports_sequence_parallel = False  # hidden states are images, [batch, height, width, hidden]
-    head_losses = USUAL_HEAD_LOSSES
 
     @property
     def stages(self) -> StageLayout:
@@ -33,44 +63,12 @@ class SamPolicy(Policy):
 
     def head_counts(self) -> Mapping[str, int]:
         """Return the head counts of the image encoder and, if the model has one, of the mask decoder."""
-        config = self.model.config
-        vision = getattr(config, "vision_config", config)
-        counts = {"vision_config.num_attention_heads": vision.num_attention_heads}
-        if hasattr(config, "mask_decoder_config"):
-            counts["mask_decoder_config.num_attention_heads"] = config.mask_decoder_config.num_attention_heads
+        counts = {"vision_config.num_attention_heads": _heads(self)}
+        if hasattr(self.model.config, "mask_decoder_config"):
+            counts["mask_decoder_config.num_attention_heads"] = _decoder_heads(self)
         return counts
 
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        config = self.model.config
-        vision = getattr(config, "vision_config", config)
-        heads = vision.num_attention_heads
-        table = {
-            "SamVisionAttention": ModulePolicyDescription(
-                {"num_attention_heads": heads // self.tp_size},
-                [self._draw_per_rank, *rules.module_parameters("rel_pos_h", "rel_pos_w", partial_gradient=True)],
-                [
-                    *rules.column("qkv", num_heads=heads, part_size=vision.hidden_size),
-                    *rules.row("proj", num_heads=heads),
-                ],
-            ),
-            "SamMLPBlock": ModulePolicyDescription(sub_module_replacement=[*rules.column("lin1"), *rules.row("lin2")]),
-            "SamVisionLayer": ModulePolicyDescription(
-                sub_module_replacement=rules.layer_norm("layer_norm1", "layer_norm2")
-            ),
-        }
-        if hasattr(config, "mask_decoder_config"):
-            decoder_heads = config.mask_decoder_config.num_attention_heads
-            # Query, key and value read three different inputs.
-            projections = [rules.column(name, num_heads=decoder_heads) for name in ("q_proj", "k_proj", "v_proj")]
-            table["SamAttention"] = ModulePolicyDescription(
-                {"num_attention_heads": decoder_heads // self.tp_size},
-                sub_module_replacement=[*sum(projections, []), *rules.row("out_proj", num_heads=decoder_heads)],
-            )
-        return table
-
-    def _draw_per_rank(self, attention: nn.Module) -> nn.Module:
-        if self.tp_size > 1:  # attention dropout is a function; the module draws nothing else
-            return draw_per_rank(attention, self.shard_config.group.rank())
-        return attention
+    @property
+    def table(self) -> Mapping[str, list[Entry]]:
+        """The table of the image encoder and, if the model has one, of the mask decoder."""
+        return _ENCODER | (_DECODER if hasattr(self.model.config, "mask_decoder_config") else {})

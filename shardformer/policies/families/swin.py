@@ -9,9 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer.attention.own_attention import Swinv2RegistryAttention
-from shardformer.loss.heads import USUAL_HEAD_LOSSES
-from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import ShardingRules
+from shardformer.policies.table import TablePolicy, own, rules
 from shardformer.stages.stage import StageLayout, StagePlaceholder
 
 
@@ -40,7 +38,10 @@ class MergedPatches(StagePlaceholder):
         return x.new_zeros(len(x), height * width, 2 * x.shape[-1])
 
 
-class SwinPolicy(Policy):
+_NORMS = [rules.layer_norm("layernorm_before", "layernorm_after")]
+
+
+class SwinPolicy(TablePolicy):
     """Policy for Swin. Each layer list has its own number of attention heads."""
 
     family, prefix = "swin", "Swin"
@@ -48,7 +49,6 @@ class SwinPolicy(Policy):
     layer_outputs = 2
     supports_sequence_parallel = True
     supports_ulysses = False  # parts of sequences are not made of whole windows
-    head_losses = USUAL_HEAD_LOSSES
 
     @property
     def stages(self) -> StageLayout:
@@ -88,25 +88,21 @@ class SwinPolicy(Policy):
                 stage.gradient_checkpointing = False
         return self.model
 
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        return {
-            "SwinAttention": ModulePolicyDescription(
-                sub_module_replacement=[*rules.column("q_proj", "k_proj", "v_proj"), *rules.row("o_proj")]
-            ),
-            "SwinRelativePositionBias": ModulePolicyDescription(
-                param_replacement=rules.heads_of_parameter("relative_position_bias_table", dim=1)
-            ),
-            "SwinMLP": ModulePolicyDescription(sub_module_replacement=[*rules.column("fc1"), *rules.row("fc2")]),
-            "SwinLayer": ModulePolicyDescription(
-                sub_module_replacement=rules.layer_norm("layernorm_before", "layernorm_after")
-            ),
-        }
+    table = {
+        "SwinAttention": [rules.column("q_proj", "k_proj", "v_proj"), rules.row("o_proj")],
+        "SwinRelativePositionBias": [rules.heads_of_parameter("relative_position_bias_table", dim=1)],
+        "SwinMLP": [rules.column("fc1"), rules.row("fc2")],
+        "SwinLayer": _NORMS,
+    }
 
     def _lists(self) -> list[nn.Module]:
         """Return the modules that each contain a layer list (`SwinStage`, `Swinv2Stage` in transformers)."""
         return [module for module in self.model.modules() if type(module).__name__ == f"{self.prefix}Stage"]
+
+    def _count_local_heads(self, attention: nn.Module) -> None:
+        # Not attributes of the table, because the layer lists have different numbers of heads.
+        attention.num_attention_heads //= self.tp_size
+        attention.all_head_size //= self.tp_size
 
 
 class Swinv2Policy(SwinPolicy):
@@ -115,32 +111,17 @@ class Swinv2Policy(SwinPolicy):
     family, prefix = "swinv2", "Swinv2"
     own_attention = {"Swinv2SelfAttention": Swinv2RegistryAttention}
     layer_outputs = 1
-    supports_sequence_parallel = True
-    head_losses = USUAL_HEAD_LOSSES
-
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        attention = [
-            *rules.column("query", "key", "value"),
-            *rules.column("continuous_position_bias_mlp.2"),
-            *rules.replicated("continuous_position_bias_mlp.0"),
-            *rules.region_dropout("dropout"),
-        ]
-        return {
-            "Swinv2SelfAttention": ModulePolicyDescription(
-                param_replacement=[*rules.heads_of_parameter("logit_scale", dim=0), self._count_local_heads],
-                sub_module_replacement=attention,
-            ),
-            "Swinv2SelfOutput": ModulePolicyDescription(sub_module_replacement=rules.row("dense")),
-            "Swinv2Intermediate": ModulePolicyDescription(sub_module_replacement=rules.column("dense")),
-            "Swinv2Output": ModulePolicyDescription(sub_module_replacement=rules.row("dense")),
-            "Swinv2Layer": ModulePolicyDescription(
-                sub_module_replacement=rules.layer_norm("layernorm_before", "layernorm_after")
-            ),
-        }
-
-    def _count_local_heads(self, attention: nn.Module) -> None:
-        # Not an attribute_replacement, because the layer lists have different numbers of heads.
-        attention.num_attention_heads //= self.tp_size
-        attention.all_head_size //= self.tp_size
+    table = {
+        "Swinv2SelfAttention": [
+            rules.heads_of_parameter("logit_scale", dim=0),
+            own("_count_local_heads"),
+            rules.column("query", "key", "value"),
+            rules.column("continuous_position_bias_mlp.2"),
+            rules.replicated("continuous_position_bias_mlp.0"),
+            rules.region_dropout("dropout"),
+        ],
+        "Swinv2SelfOutput": [rules.row("dense")],
+        "Swinv2Intermediate": [rules.column("dense")],
+        "Swinv2Output": [rules.row("dense")],
+        "Swinv2Layer": _NORMS,
+    }

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from shardformer.loss.heads import USUAL_HEAD_LOSSES
-from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import ShardingRules
+from shardformer.policies.table import GATHERS, Entry, TablePolicy, local, rules, variant
 from shardformer.stages.stage import Received, ReceivedByTower, StageLayout
 
 
-class T5Policy(Policy):
+def _attention(name: str, reads_encoder: bool = False) -> list[Entry]:
+    query, key, value = (f"{name}.{part}" for part in "qkv")
+    projections = [rules.column(query, key, value, num_heads="num_heads")]
+    if reads_encoder:
+        projections = [
+            rules.column(query, num_heads="num_heads"),
+            rules.column(key, value, num_heads="num_heads", reads_whole=True),
+        ]
+    return [
+        *projections,
+        rules.row(f"{name}.o", num_heads="num_heads"),
+        rules.head_sharded_embedding(f"{name}.relative_attention_bias?"),
+        *_BETWEEN,
+    ]
+
+
+_BETWEEN = [rules.rms_norm("layer_norm"), rules.residual_dropout("dropout")]
+_DENSE = [rules.row("wo"), rules.region_dropout("dropout")]
+_HEADS = (
+    "Model",
+    "ForConditionalGeneration",
+    "EncoderModel",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
+
+
+class T5Policy(TablePolicy):
     """Policy for T5. The position biases are sharded by heads.
 
     Attributes:
@@ -21,17 +46,20 @@ class T5Policy(Policy):
 
     family, prefix = "t5", "T5"
     splits_towers = True
-    heads = (
-        "Model",
-        "ForConditionalGeneration",
-        "EncoderModel",
-        "ForSequenceClassification",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-    )
+    heads = _HEADS
     shares_biases = True
     supports_sequence_parallel = True
-    head_losses = USUAL_HEAD_LOSSES
+    head_fields = ("num_heads",)
+    table = {
+        "{}Stack": [rules.vocab("embed_tokens")],
+        "{}Attention": [GATHERS, local(n_heads="num_heads")],
+        "{}LayerSelfAttention": _attention("SelfAttention"),
+        "{}LayerCrossAttention": _attention("EncDecAttention", reads_encoder=True),
+        "{}DenseActDense": [GATHERS, rules.column("wi"), *_DENSE],
+        "{}DenseGatedActDense": [GATHERS, rules.column("wi_0", "wi_1"), *_DENSE],
+        "{}LayerFF": _BETWEEN,
+        **{f"{{}}{name}": [rules.vocab("shared?"), rules.head("lm_head?")] for name in _HEADS},
+    }
 
     @property
     def stages(self) -> StageLayout:
@@ -56,63 +84,6 @@ class T5Policy(Policy):
             **layer,
         )
 
-    def head_counts(self) -> Mapping[str, int]:
-        """Return the head count by T5's name for it."""
-        return {"num_heads": self.model.config.num_heads}
 
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        config = self.model.config
-        heads = config.num_heads
-
-        def attention(name: str, *read_together: str) -> ModulePolicyDescription:
-            together = [f"{name}.{projection}" for projection in read_together]
-            query = [] if "q" in read_together else rules.column(f"{name}.q", num_heads=heads)
-            return ModulePolicyDescription(
-                sub_module_replacement=[
-                    *query,
-                    *rules.column(*together, num_heads=heads, reads_whole="q" not in read_together),
-                    *rules.row(f"{name}.o", num_heads=heads),
-                    *rules.head_sharded_embedding(f"{name}.relative_attention_bias?"),
-                    *rules.rms_norm("layer_norm"),
-                    *rules.residual_dropout("dropout"),
-                ],
-            )
-
-        def dense(*column: str) -> ModulePolicyDescription:
-            return ModulePolicyDescription(
-                sub_module_replacement=[*rules.column(*column), *rules.row("wo"), *rules.region_dropout("dropout")],
-                gathers_sequence=True,
-            )
-
-        vocabulary = ModulePolicyDescription(sub_module_replacement=[*rules.vocab("shared?"), *rules.head("lm_head?")])
-        return {
-            f"{self.prefix}Stack": ModulePolicyDescription(sub_module_replacement=rules.vocab("embed_tokens")),
-            f"{self.prefix}Attention": ModulePolicyDescription(
-                {"n_heads": heads // self.tp_size}, gathers_sequence=True
-            ),
-            f"{self.prefix}LayerSelfAttention": attention("SelfAttention", "q", "k", "v"),
-            f"{self.prefix}LayerCrossAttention": attention("EncDecAttention", "k", "v"),
-            f"{self.prefix}DenseActDense": dense("wi"),
-            f"{self.prefix}DenseGatedActDense": dense("wi_0", "wi_1"),
-            f"{self.prefix}LayerFF": ModulePolicyDescription(
-                sub_module_replacement=[*rules.rms_norm("layer_norm"), *rules.residual_dropout("dropout")]
-            ),
-            **{f"{self.prefix}{head}": vocabulary for head in self.heads},
-        }
-
-
-class MT5Policy(T5Policy):
-    """Policy for mT5: the table of T5 with the class names of mT5."""
-
-    family, prefix = "mt5", "MT5"
-    head_losses = USUAL_HEAD_LOSSES
-
-
-class UMT5Policy(T5Policy):
-    """Policy for UMT5, where every layer has its own position biases."""
-
-    family, prefix = "umt5", "UMT5"
-    shares_biases = False
-    head_losses = USUAL_HEAD_LOSSES
+MT5Policy = variant(T5Policy, "mt5", "MT5")
+UMT5Policy = variant(T5Policy, "umt5", "UMT5", shares_biases=False)  # every layer has its own position biases

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.loss.perception import masked_visual_tokens
-from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.rules import ShardingRules
+from shardformer.policies.base import ModulePolicyDescription
+from shardformer.policies.table import GATHERS, HEADS, Entry, TablePolicy, rules, variant
 from shardformer.stages.stage import Received, ReceivedPatches, StageLayout
 
+_LAYER = [rules.layer_norm("layernorm_before", "layernorm_after"), rules.residual_dropout("dropout")]
 
-class ViTPolicy(Policy):
+
+class ViTPolicy(TablePolicy):
     """Policy for ViT. Its layers normalise before each tensor-parallel region."""
 
     family, prefix = "vit", "ViT"
@@ -22,35 +24,19 @@ class ViTPolicy(Policy):
     uneven_heads = True
     stages = StageLayout(layers="layers", first={"embeddings": ReceivedPatches}, last=("layernorm", "pooler"))
     supports_sequence_parallel = True
-    head_losses = USUAL_HEAD_LOSSES
-
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return the table of the family's modules."""
-        rules = ShardingRules(self.shard_config)
-        heads = self.model.config.num_attention_heads
-        attention = [
-            *rules.column("q_proj", "k_proj", "v_proj", num_heads=heads),
-            *rules.row("o_proj", num_heads=heads),
-        ]
-        between_regions = [
-            *rules.layer_norm("layernorm_before", "layernorm_after"),
-            *rules.residual_dropout("dropout"),
-        ]
-        return {
-            f"{self.prefix}Attention": ModulePolicyDescription(sub_module_replacement=attention, gathers_sequence=True),
-            f"{self.prefix}MLP": ModulePolicyDescription(
-                sub_module_replacement=[*rules.column("fc1"), *rules.row("fc2")], gathers_sequence=True
-            ),
-            f"{self.prefix}Layer": ModulePolicyDescription(sub_module_replacement=between_regions),
-        }
+    table: Mapping[str, Sequence[Entry]] = {
+        "{}Attention": [
+            GATHERS,
+            rules.column("q_proj", "k_proj", "v_proj", num_heads=HEADS),
+            rules.row("o_proj", num_heads=HEADS),
+        ],
+        "{}MLP": [GATHERS, rules.column("fc1"), rules.row("fc2")],
+        "{}Layer": _LAYER,
+    }
 
 
-class DeiTPolicy(ViTPolicy):
-    """Policy for DeiT. Its distillation token is an additional token of the embedding."""
-
-    family, prefix = "deit", "DeiT"
-    heads = (*ViTPolicy.heads, "ForImageClassificationWithTeacher")
-    head_losses = USUAL_HEAD_LOSSES
+# Its distillation token is an additional token of the embedding.
+DeiTPolicy = variant(ViTPolicy, "deit", "DeiT", heads=(*ViTPolicy.heads, "ForImageClassificationWithTeacher"))
 
 
 # Heads that read hidden states -> what `out_indices` calls the output of the embeddings.
@@ -87,17 +73,17 @@ class BeitPolicy(ViTPolicy):
         """Return why the model cannot be sharded; some heads read the outputs of all layers."""
         return [*super().check(), *self.check_hidden_states(_FIRST_HIDDEN_STATE)]
 
-    def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
-        """Return ViT's table, with layer scales, position biases, the image head and batch norms."""
-        rules = ShardingRules(self.shard_config)
-        table = dict(super().module_policy())
-        table["BeitLayer"].param_replacement.extend(rules.module_parameters("lambda_1", "lambda_2"))
-        table["BeitRelativePositionBias"] = ModulePolicyDescription(
-            param_replacement=rules.heads_of_parameter("relative_position_bias_table", dim=1)
-        )
-        table["BeitForMaskedImageModeling"] = ModulePolicyDescription(sub_module_replacement=rules.head("lm_head"))
-        table["BatchNorm2d"] = ModulePolicyDescription(method_replacement={"forward": _batch_norm})
-        return table
+    table = {
+        **ViTPolicy.table,
+        "{}Layer": [rules.module_parameters("lambda_1", "lambda_2"), *_LAYER],
+        "BeitRelativePositionBias": [rules.heads_of_parameter("relative_position_bias_table", dim=1)],
+        "BeitForMaskedImageModeling": [rules.head("lm_head")],
+    }
+
+    def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
+        """Return the table, with batch norms."""
+        batch_norm = ModulePolicyDescription(method_replacement={"forward": _batch_norm})
+        return {**super().module_policy(), "BatchNorm2d": batch_norm}
 
 
 def _batch_norm(self: nn.BatchNorm2d, x: Tensor) -> Tensor:

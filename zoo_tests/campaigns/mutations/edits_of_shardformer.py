@@ -322,8 +322,8 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "fused query, key and value cut as one": Edit(
         "shardformer.policies.families.gpt2",
-        "num_heads=heads, part_size=config.hidden_size)",
-        "num_heads=heads)",
+        'num_heads=HEADS, part_size="hidden_size")',
+        "num_heads=HEADS)",
         (f"{PARITY}[gpt2-lm_head-tp2-zero1]",),
     ),
     "position bias does not travel to the next stage": Edit(
