@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -17,7 +16,6 @@ from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.loss.routers import routers_are_asked
-from shardformer.policies.backbone import BackbonePolicy
 from shardformer.policies.base import (
     ModulePolicyDescription,
     Policy,
@@ -25,11 +23,7 @@ from shardformer.policies.base import (
     description_of,
 )
 from shardformer.policies.head_losses import keep_head_losses
-from shardformer.policies.proposed.plan import ProposedPolicy
-from shardformer.policies.registry import policy_for
-from shardformer.policies.user.base import UniformPolicy
-from shardformer.policies.user.slots import SlotPolicyAdapter
-from shardformer.policies.user.tp_info import TPInfoPolicy
+from shardformer.policies.resolve import policy_of
 from shardformer.sequence_parallel.split_gather import SequenceParallel, gather_on_entry
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import annotate
@@ -69,7 +63,7 @@ class ModelSharder:
     def __init__(self, model: nn.Module, shard_config: ShardConfig, policy: Policy | None = None) -> None:
         self.model = model
         self.config = shard_config
-        self.policy = _policy_of(model, shard_config, policy)
+        self.policy = policy_of(model, shard_config, policy)
         self._is_users_policy = policy is not None
         self.policy.set_model(model)
         self.policy.set_shard_config(shard_config)
@@ -434,26 +428,6 @@ class ModelSharder:
             local = next((parameters[name] for name in names if name in parameters), None)
             result.append({stage: local if stage in here else torch.empty(0, device="meta") for stage in stages})
         return result
-
-
-def _policy_of(model: nn.Module, config: ShardConfig, given: Policy | None) -> Policy:
-    """Return the policy of the model's family, or a `UniformPolicy` if `sharding_dim` is set.
-
-    Args:
-        given: the user's policy; a `TPInfo`, slots or a derived plan may leave models of transformers, or how to cut
-            them into stages, to their own policies.
-
-    Raises:
-        ValueError: no policy is known.
-    """
-    is_ordered = isinstance(given, ProposedPolicy) and given.declared.execution
-    if isinstance(given, TPInfoPolicy | SlotPolicyAdapter | ProposedPolicy) and not is_ordered:
-        with suppress(ValueError):
-            found = policy_for(model)
-            return BackbonePolicy(policy_for, given) if isinstance(found, BackbonePolicy) else given
-    if given is not None:
-        return given
-    return policy_for(model) if config.sharding_dim is None else UniformPolicy(config.sharding_dim)
 
 
 def _cuts_layer(replacement: SubModuleReplacementDescription) -> bool:

@@ -6,6 +6,7 @@ micro-batches of all replicas give the mean over all labels. A sum needs no weig
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.loss.forward_source import calls_loss_function
+from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLossBuilder, matching_key
 from shardformer.loss.routers import routers_are_asked
 from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
 
@@ -47,6 +49,29 @@ FORWARD_LOSSES = {
     "mean_of_next_labels": partial(mean_over_labels, skipped=1),
     "sum": sum_over_samples,
 }
+
+
+USUAL = "usual"
+LOSSES = (*FORWARD_LOSSES, USUAL)  # the usual one reads logits that may be sharded, which a forward may not expect
+
+
+def head_loss_of_kind(name: str, kind: str) -> HeadLossBuilder:
+    """Return the loss of a class, of one of the kinds in `LOSSES`; a batch with other labels has another loss.
+
+    Raises:
+        KeyError: there is no usual loss of such a class.
+    """
+    build = USUAL_HEAD_LOSSES[matching_key(name, USUAL_HEAD_LOSSES)] if kind == USUAL else FORWARD_LOSSES[kind]
+    return partial(_of_known_labels, build)
+
+
+def _of_known_labels(build: HeadLossBuilder, model: nn.Module) -> HeadLoss | None:
+    loss = build(model)
+    if loss is not None:
+        read = [name for name in inspect.signature(model.forward).parameters if "label" in name]
+        known = {term.labels for term in loss.terms}
+        loss.further_entries = (*loss.further_entries, *(name for name in read if name not in known))
+    return loss
 
 
 def _of_forward(loss: HeadLoss) -> HeadLoss:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.attention import log_once
-from shardformer.policies.base import ModulePolicyDescription, Policy, description_of
+from shardformer.policies.base import ModulePolicyDescription, Origin, Policy, description_of
 from shardformer.policies.plans.execution_order import units_of
 from shardformer.policies.plans.stage_inference import is_below
 from shardformer.shard_config import ShardConfig
@@ -67,6 +67,8 @@ class BackbonePolicy(Policy):
         declared: the user's policy for what is around the backbones. A backbone in which it names anything is sharded
             as it says.
     """
+
+    origin = Origin.BACKBONES
 
     def __init__(self, lookup: Lookup, declared: Policy | None = None) -> None:
         super().__init__()

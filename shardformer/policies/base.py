@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,37 @@ from shardformer.loss.heads import HeadLosses
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StageLayout
 from shardformer.utils.derived_modules import ModuleChange
+from shardformer.utils.module_paths import join
 from shardformer.utils.structure import divisors_phrase
+
+
+class Origin(Enum):
+    """Who says how a part of a model is cut."""
+
+    USER = "a policy or a plan of the user's"
+    TP_INFO = "a TPInfo of the user's"
+    SLOTS = "slots of the user's"
+    UNIFORM = "sharding_dim, each linear layer by itself"
+    BACKBONES = "the policies of the models inside of the user's module"
+    FAMILY = "this package's table of the family"
+    DECLARED = "this package's plan of the family"
+    TRANSFORMERS = "the plan of transformers"
+    DERIVED = "a plan that was derived from the family's models"
+    COMPLETED = "what was derived for parts that the family's plan leaves whole"
+    MIXER = "the rule of a kind of layer"
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """What a plan says about one part of a model.
+
+    Attributes:
+        style: what is done to the part: a tensor-parallel style, or the class that replaces it.
+        origin: who says so.
+    """
+
+    style: str
+    origin: Origin
 
 
 @dataclass
@@ -102,7 +133,10 @@ class Policy(ABC):
         names_norms: whether the table names the norms; if not, they are found by what their classes compute.
         replicate_unlisted: whether modules that the table does not name are replicated instead of causing an error.
         cuts_attention: whether attention heads are sharded over ranks.
+        origin: who wrote the policy.
     """
+
+    origin = Origin.USER
 
     family: str | None = None
     module: str = ""
@@ -243,6 +277,15 @@ class Policy(ABC):
     @abstractmethod
     def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
         """Return the table: module class -> description of the changes to its modules."""
+
+    def entries(self) -> Mapping[str, PlanEntry]:
+        """Return what is said about each part that the table names, by its path in a model of the table's key."""
+        table = {key if isinstance(key, str) else key.__name__: each for key, each in self.module_policy().items()}
+        return {
+            join(key, part.suffix): PlanEntry(getattr(part.target_module, "__name__", "replicate"), self.origin)
+            for key, description in table.items()
+            for part in description.sub_module_replacement
+        }
 
     def postprocess(self) -> nn.Module:
         """Finish the model after all replacements, and return it."""

@@ -10,7 +10,7 @@ from shardformer.loss.forward_source import adds_to_loss, calls_loss_function, p
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLossBuilder, HeadLosses, matching_key
 from shardformer.loss.terms import HeadLoss
 from shardformer.policies.base import Policy
-from shardformer.policies.plans.declared import declared_head_losses_of
+from shardformer.policies.plans.plan import declared_head_losses_of
 from shardformer.policies.registry import family_policy_of, registered_policy_of
 
 

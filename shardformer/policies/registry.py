@@ -1,46 +1,58 @@
-"""Lookup of policies by the qualified name of the model class, without importing the families of transformers."""
+"""Lookup of the policy of a model by its class, without importing transformers' families or other families here.
+
+What comes first: a registered policy, this package's table of the family, its plan, that of transformers, one that was
+derived from the family's models. `resolve` has what a user gives, too.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import pkgutil
+import re
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from torch import nn
 
 from shardformer.policies.backbone import BackbonePolicy, backbones_of
 from shardformer.policies.base import Policy
+from shardformer.policies.families import FILES
 from shardformer.policies.plans.completion import completion_of
-from shardformer.policies.plans.declared import declared_plan_of, proposed_plan_of
+from shardformer.policies.plans.plan import declared_plan_of, proposed_plan_of
 from shardformer.policies.plans.stage_inference import is_below
 from shardformer.utils.module_paths import starred
 
 # Model class -> policy class, both "package.module.Class". One per process, as `register_policy` takes no object: a
 # model's package registers its policy when it is imported, before there is a plugin.
 _REGISTERED: dict[str, str] = {}
+_FOLDER = re.compile(r"(?:transformers|shardformer)\.models\.(\w+)\.")
 
 
 @cache
+def _policies_in(file: str) -> dict[str, type[Policy]]:
+    """Return the policies of a file in `families`, by family: its classes that set `family`."""
+    module = importlib.import_module(f"shardformer.policies.families.{file}")
+    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Policy)]
+    return {cls.family: cls for cls in classes if cls.__dict__.get("family") is not None}
+
+
 def family_policies() -> dict[str, type[Policy]]:
-    """Return the policy of each transformers family: all classes in the package `families` that set `family`."""
-    package = importlib.import_module("shardformer.policies.families")
-    modules = [
-        importlib.import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)
-    ]
-    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-    found = [cls for cls in classes if issubclass(cls, Policy) and cls.__dict__.get("family") is not None]
-    return {cls.family: cls for cls in found}
+    """Return the policy of each family that has one; it imports all of their files."""
+    return {family: policy for file in FILES for family, policy in _policies_in(file).items()}
 
 
-@cache
-def supported_classes() -> dict[str, type[Policy]]:
-    """Return the policy of each supported model class, by the qualified name of the class."""
+def _classes_of(policies: Mapping[str, type[Policy]]) -> dict[str, type[Policy]]:
+    """Return the policy of each model class that policies name, by the qualified name of the class."""
     return {
         f"{policy.module or f'transformers.models.{family}.modeling_{family}'}.{policy.prefix}{head}": policy
-        for family, policy in family_policies().items()
+        for family, policy in policies.items()
         for head in policy.heads
     }
+
+
+def supported_classes() -> dict[str, type[Policy]]:
+    """Return the policy of each supported model class, by the qualified name of the class."""
+    return _classes_of(family_policies())
 
 
 def register_policy(qualified_name: str, policy: str) -> None:
@@ -68,11 +80,27 @@ def family_policy_of(cls: type[nn.Module]) -> type[Policy] | None:
 
     A class of remote code is matched by its unqualified name with the classes of this package.
     """
-    supported = supported_classes()
     if cls.__module__.startswith("transformers_modules."):
-        own = {name.rpartition(".")[2]: each for name, each in supported.items() if name.startswith("shardformer.")}
-        return own.get(cls.__name__)
-    return supported.get(f"{cls.__module__}.{cls.__name__}")
+        return _named_like(cls.__name__, "shardformer.")
+    folder = _FOLDER.match(cls.__module__)
+    for file in _files_of(lambda family: folder is not None and family.startswith(folder[1])):
+        if (policy := _classes_of(_policies_in(file)).get(f"{cls.__module__}.{cls.__name__}")) is not None:
+            return policy
+    return None
+
+
+def _named_like(name: str, library: str = "") -> type[Policy] | None:
+    """Return the policy of the classes of a library that have this name, of whatever module."""
+    for file in _files_of(lambda family: name.lower().startswith(family.replace("_", "").rstrip("0123456789"))):
+        for known, policy in _classes_of(_policies_in(file)).items():
+            if known.startswith(library) and known.rpartition(".")[2] == name:
+                return policy
+    return None
+
+
+def _files_of(is_meant: Callable[[str], bool]) -> list[str]:
+    """Return the files in `families` with such families."""
+    return [file for file, families in FILES.items() if any(map(is_meant, families.split()))]
 
 
 def _is_of_library(model: nn.Module) -> bool:
@@ -95,13 +123,12 @@ def policy_for(model: nn.Module) -> Policy:
     Raises:
         ValueError: no policy is known.
     """
-    supported = supported_classes()
-    by_bare_name = {name.rpartition(".")[2]: policy for name, policy in supported.items()}
     for cls in type(model).__mro__:
         registered = registered_policy_of(cls)
         if registered is not None:
             return registered()
-        policy = supported.get(f"{cls.__module__}.{cls.__qualname__}") or by_bare_name.get(cls.__name__)
+        is_of_family = cls.__module__.startswith("transformers.")
+        policy = family_policy_of(cls) or (None if is_of_family else _named_like(cls.__name__))
         if policy is not None:
             return policy()
         declared = declared_plan_of(cls)
@@ -119,7 +146,7 @@ def policy_for(model: nn.Module) -> Policy:
 
         return PlanPolicy(None if has_plan else derived)
     name = type(model).__name__
-    near = difflib.get_close_matches(name, by_bare_name, n=3)
+    near = difflib.get_close_matches(name, {known.rpartition(".")[2] for known in supported_classes()}, n=3)
     raise ValueError(
         f"model class {name} has neither a sharding policy nor a plan of its own; tp_size=1 with pp_size=1 trains it "
         "data-parallel as it is, sharding_dim=-1 cuts its linear layers over tp_size, and a Policy (custom_policy=…), "

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
-from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.base import ModulePolicyDescription, Origin, Policy, SubModuleReplacementDescription
 from shardformer.policies.rules import ShardingRules
 from shardformer.shard_config import ShardConfig
 
@@ -123,6 +123,7 @@ class TablePolicy(Policy):
         head_fields: fields of the configuration that `tp_size` must divide.
     """
 
+    origin = Origin.FAMILY
     table: ClassVar[Mapping[str, Sequence[Entry]]] = {}
     head_fields: tuple[str, ...] = (HEADS,)
 

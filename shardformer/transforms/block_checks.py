@@ -21,9 +21,9 @@ from shardformer.layers import (
 )
 from shardformer.layers.linear import in_features, out_features
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.mixers import MIXER
 from shardformer.policies.module_edits import read_norms_of_heads, shard_own_parameter, shard_weights_of_heads
 from shardformer.policies.plans.policy import PlanPolicy
-from shardformer.policies.plans.styles import ATTENTION_HEADS
 from shardformer.shard_config import ShardConfig
 from shardformer.transforms.replicated_layers import KeptLayers
 
@@ -41,7 +41,7 @@ _STYLES = frozenset(
     ("colwise", "colwise_gather_output", "colwise_rep", "fused_colwise", "rowwise", "packed_colwise", "packed_rowwise")
     + ("embedding_rowwise", "embedding_colwise", "dropout", "moe_tp_experts", "skips_idle_casts", "local_params")
     + ("replicate", "sequence_parallel", "replicated_with_grad_allreduce")
-    + (ATTENTION_HEADS,)  # whole in blocks
+    + (MIXER,)  # whole in blocks
 )
 
 

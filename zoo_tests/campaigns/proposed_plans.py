@@ -34,7 +34,7 @@ from plugins.hybrid_parallel.verify.propose import propose_verified, share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from shardformer.policies.plans import tables
 from shardformer.policies.plans.completion import region_of
-from shardformer.policies.plans.declared import proposed_plans
+from shardformer.policies.plans.plan import proposed_plans
 from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.registry import policy_for
 from shardformer.utils.module_paths import starred

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from plugins.hybrid_parallel.config.options import OPTIONS
-from shardformer.policies.plans.declared import declared_plans, proposed_plans
+from shardformer.policies.plans.plan import declared_plans, proposed_plans
 from shardformer.policies.registry import supported_classes
 from zoo_tests.architecture.transformers_names import read_list
 from zoo_tests.docs.pages import PAGES, REPOSITORY, anchors_of, links_of, rows_of, sentences_of

@@ -24,7 +24,7 @@ from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.propose import share_cut
 from plugins.hybrid_parallel.verify.train import train_reference
 from shardformer.policies.plans import tables
-from shardformer.policies.plans.declared import declared_plans
+from shardformer.policies.plans.plan import declared_plans
 from shardformer.policies.registry import family_policies, policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of

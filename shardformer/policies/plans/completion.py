@@ -15,7 +15,7 @@ from torch import nn
 from shardformer.layers.linear import out_features
 from shardformer.matmul.native import is_linear
 from shardformer.policies.feature_counts import HEAD_NORM
-from shardformer.policies.plans.declared import DeclaredPlan, ends_in, family_of, lookup, tables_of
+from shardformer.policies.plans.plan import Plan, derived_line, ends_in, families_in, family_of, lookup
 from shardformer.policies.plans.styles import fused_parts
 from shardformer.stages.stage import StagePlaceholder
 from shardformer.utils.module_paths import join, starred
@@ -24,6 +24,20 @@ if TYPE_CHECKING:
     from shardformer.policies.plans.styles import HeadCounts
 
 COLUMNS, ROWS = {"colwise", "fused_colwise", "packed_colwise"}, {"rowwise", "packed_rowwise"}
+# Tables of tokens that are not the vocabulary of the head, and experts in front of a norm.
+_PER_LAYER = {"embed_tokens_per_layer": "embedding_rowwise"}
+_DECLARED = {
+    "blt": {"encoder_hash_tok_embedding": "embedding_rowwise"},
+    "csm": {"embed_text_tokens": "embedding_rowwise"},
+    "diffusion_gemma": _PER_LAYER,
+    "gemma3n": _PER_LAYER,
+    "gemma4": _PER_LAYER,
+    "muse_spark": {
+        "mlp.experts.gate_up_proj": "packed_colwise",
+        "mlp.experts.down_proj": "rowwise",
+        "mlp.experts": "moe_tp_normed_experts",
+    },
+}
 _COPIED = ("k_proj", "v_proj")  # whose heads may be fewer than ranks
 
 
@@ -38,10 +52,10 @@ class Completion:
     """
 
     declared: Mapping[str, str] = field(default_factory=dict)
-    derived: DeclaredPlan = DeclaredPlan({})
+    derived: Plan = Plan({})
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def fitting(self, model: nn.Module, policy: HeadCounts) -> DeclaredPlan:
+    def fitting(self, model: nn.Module, policy: HeadCounts) -> Plan:
         """Return the parts that fit a model; columns and rows of one product stay whole together."""
         styles = self.derived.styles_of(model)
         owners: dict[str, list[nn.Module]] = {}
@@ -58,7 +72,7 @@ class Completion:
         fitting = {path: style for path, style in styles.items() if region_of(path, styles) not in unfit}
         kept = {path.rpartition(".")[0] for path in fitting}
         local = {end: names for end, names in self.derived.local.items() if any(ends_in(path, end) for path in kept)}
-        return DeclaredPlan(fitting | DeclaredPlan(self.declared).styles_of(model), local)
+        return Plan(fitting | Plan(self.declared).styles_of(model), local)
 
     def _fits(self, path: str, styles: Mapping[str, str], owner: nn.Module, policy: HeadCounts) -> bool:
         at, _, name = path.rpartition(".")
@@ -77,14 +91,28 @@ class Completion:
 
 
 @cache
-def _completions() -> dict[str, Completion]:
-    return tables_of("COMPLETED")
+def completion(family: str | None) -> Completion | None:
+    """Return what the plan of a family leaves whole; None if nothing.
+
+    `python -m zoo_tests.campaigns.proposed_plans --complete PATTERN` derives `completed.json` from tiny models.
+    """
+    declared, found = _DECLARED.get(family, {}), derived_line("completed.json", family)
+    if not declared and found is None:
+        return None
+    found = found or {"styles": {}, "local": {}, "classes": {}}
+    local = {path: tuple(names) for path, names in found["local"].items()}
+    return Completion(declared, Plan(found["styles"], local), found["classes"])
+
+
+def completions() -> dict[str, Completion]:
+    """Return all completions, by family."""
+    return {family: completion(family) for family in sorted({*families_in("completed.json"), *_DECLARED})}
 
 
 def completion_of(cls: type) -> Completion | None:
-    """Return what the plan of a transformers model class, or of its bases, leaves whole: of the tables `COMPLETED`."""
-    families = {family_of(each) for each in cls.__mro__}
-    return next((found for family, found in _completions().items() if family in families), None)
+    """Return what the plan of a transformers model class, or of its bases, leaves whole."""
+    families = sorted({family_of(each) for each in cls.__mro__} - {None})
+    return next((found for family in families if (found := completion(family)) is not None), None)
 
 
 def region_of(path: str, styles: Mapping[str, str]) -> str:

@@ -24,7 +24,13 @@ from shardformer.layers import (
     VocabParallelEmbedding,
     VocabParallelLMHead,
 )
-from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.base import (
+    ModulePolicyDescription,
+    Origin,
+    PlanEntry,
+    Policy,
+    SubModuleReplacementDescription,
+)
 from shardformer.policies.feature_counts import (
     HEAD_COUNTS,
     HEAD_NORM,
@@ -33,6 +39,7 @@ from shardformer.policies.feature_counts import (
     is_attention,
     text_config,
 )
+from shardformer.policies.mixers import RULES, local_counts
 from shardformer.policies.module_edits import (
     has_norms_of_heads,
     read_norms_of_heads,
@@ -40,10 +47,9 @@ from shardformer.policies.module_edits import (
     share_feature_statistics,
 )
 from shardformer.policies.plans.completion import COLUMNS, ROWS, completion_of, norms_all_heads
-from shardformer.policies.plans.declared import (
-    DeclaredPlan,
+from shardformer.policies.plans.plan import (
+    Plan,
     divides_sequences,
-    is_shipped,
     proposed_plan_of,
 )
 from shardformer.policies.plans.sequence import (
@@ -53,8 +59,7 @@ from shardformer.policies.plans.sequence import (
     per_token,
 )
 from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
-from shardformer.policies.plans.state_space import state_space_styles
-from shardformer.policies.plans.styles import ATTENTION_HEADS, STYLES, local_counts
+from shardformer.policies.plans.styles import STYLES
 from shardformer.shard_spec import divided_share
 from shardformer.utils.customizations import stored_weight
 from shardformer.utils.module_paths import join, path_of, starred
@@ -120,12 +125,13 @@ class PlanPolicy(Policy):
     supports_sequence_parallel = True
     splits_towers = True
 
-    def __init__(self, declared: DeclaredPlan | None = None) -> None:
+    def __init__(self, declared: Plan | None = None) -> None:
         super().__init__()
         self.declared = declared
+        self.origin = Origin.TRANSFORMERS if declared is None else declared.origin
         self.head_losses = {} if declared is None else declared.head_losses
 
-    def __reduce__(self) -> tuple[type[PlanPolicy], tuple[DeclaredPlan | None]]:
+    def __reduce__(self) -> tuple[type[PlanPolicy], tuple[Plan | None]]:
         """Pickle the plan alone: a model and its process groups cannot be sent to other processes."""
         return type(self), (self.declared,)
 
@@ -135,12 +141,34 @@ class PlanPolicy(Policy):
         return ""  # the paths of a plan start at the model itself
 
     @cached_property
+    def _entries(self) -> Mapping[str, PlanEntry]:
+        """The style of each path of the model, and who says so; later layers precede earlier ones."""
+        found = {path: PlanEntry(style, self.origin) for path, style in self._own_styles.items()}
+        if self._is_shipped:
+            fills_gaps = self.declared is None or self.declared.styles is None
+            for rule in RULES if fills_gaps else [rule for rule in RULES if not rule.fills]:
+                styles = rule.styles(self.model, self._own_styles)
+                own = {path: PlanEntry(style, Origin.MIXER) for path, style in styles.items()}
+                found = own | found if rule.fills else found | own
+        # What was derived is known to be right: the plan of transformers 5.17 cuts fused projections of towers in two.
+        completed = self.completion.styles_of(self.model)
+        found |= {path: PlanEntry(style, Origin.COMPLETED) for path, style in completed.items()}
+        gathered = self._of_all_heads({path: entry.style for path, entry in found.items()})
+        return found | {path: PlanEntry(style, Origin.MIXER) for path, style in gathered.items()}
+
+    @property
+    def _is_shipped(self) -> bool:
+        """Whether the plan is one of this package or of transformers; others are used as they are written."""
+        return self.origin is not Origin.USER
+
+    def entries(self) -> Mapping[str, PlanEntry]:
+        """Return what the plan says about each path of the model, with `*` for numbers."""
+        return self._entries
+
+    @cached_property
     def plan(self) -> Mapping[str, str]:
         """The tensor-parallel style of each path of the model."""
-        mixers = state_space_styles(self.model, ATTENTION_HEADS) if is_shipped(self.declared) else {}
-        # What was derived is known to be right: the plan of transformers 5.17 cuts fused projections of towers in two.
-        styles = self._own_styles | mixers | self.completion.styles_of(self.model)
-        return styles | self._of_all_heads(styles)
+        return {path: entry.style for path, entry in self._entries.items()}
 
     def _of_all_heads(self, styles: Mapping[str, str]) -> Mapping[str, str]:
         """Return the styles of attentions whose norms the plan takes for those of a head, and are over all (Molmo2)."""
@@ -157,17 +185,17 @@ class PlanPolicy(Policy):
 
     @cached_property
     def _own_styles(self) -> Mapping[str, str]:
-        return (self.declared or DeclaredPlan(None)).styles_of(self.model)
+        return (self.declared or Plan(None)).styles_of(self.model)
 
     @cached_property
-    def completion(self) -> DeclaredPlan:
+    def completion(self) -> Plan:
         """Extra styles for modules that the family's plan does not name.
 
         Empty where layers run in blocks: completions are not verified there.
         """
         found = completion_of(type(self.model))
-        is_meant = is_shipped(self.declared) and not self.shard_config.computes_in_blocks
-        return found.fitting(self.model, self) if is_meant and found is not None else DeclaredPlan({})
+        is_meant = self._is_shipped and not self.shard_config.computes_in_blocks
+        return found.fitting(self.model, self) if is_meant and found is not None else Plan({})
 
     @cached_property
     def stages(self) -> Any:
@@ -183,7 +211,7 @@ class PlanPolicy(Policy):
     def set_model(self, model: nn.Module) -> None:
         """Set the model; forget the plan and the stages of the previous one."""
         super().set_model(model)
-        for name in ("plan", "_own_styles", "stages", "completion"):
+        for name in ("plan", "_entries", "_own_styles", "stages", "completion"):
             self.__dict__.pop(name, None)
 
     def head_counts(self) -> Mapping[str, int]:

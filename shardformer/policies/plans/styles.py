@@ -13,6 +13,7 @@ from shardformer.distributed.random import draw_per_rank
 from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear, VocabParallelEmbedding
 from shardformer.layers.linear import in_features, out_features
 from shardformer.policies.base import PartChange, SubModuleReplacementDescription
+from shardformer.policies.mixers import MIXER, rule_of
 from shardformer.policies.module_edits import (
     divide_bias_of_partial_sums,
     drop_behind_activation,
@@ -27,7 +28,6 @@ from shardformer.policies.module_edits import (
     sum_gradient_of_rotary_part,
     use_local_biases,
 )
-from shardformer.policies.plans import delta_net, latent_attention, state_space
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part
 from shardformer.utils.module_paths import join, path_of, starred
@@ -181,32 +181,24 @@ def _skips_idle_casts(policy: HeadCounts, owner: nn.Module, name: str) -> PartCh
     return lambda module: skip_idle_casts(getattr(module, name))
 
 
-def _attention_heads(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | None:
-    """Cut heads of a delta net, a state space or latent attention.
+def _by_rule(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | None:
+    """Cut a part as the rule of the mixer that has it says.
 
     Layers of a hybrid may have each at a path, or another attention, for which the plan of transformers has a style.
     """
-    if delta_net.form_of(owner) is not None:
-        return delta_net.change_of(owner, name, policy.shard_config)
-    if state_space.is_state_space(owner):
-        return state_space.change_of(owner, name, policy.shard_config)
-    style = latent_attention.style_in(owner, name, policy.shard_config)
-    if style is None:
+    rule = rule_of(owner)
+    if rule is None:
         path = starred(join(path_of(policy.model, owner), name))
-        style = (getattr(policy.model, "tp_plan", None) or {}).get(path, "replicate")
-    return STYLES[style](policy, owner, name)
-
-
-def local_counts(owner: nn.Module, config: ShardConfig) -> dict[str, int]:
-    """Return a rank's counts of heads and features of a mixer that `ATTENTION_HEADS` cuts; empty if it has all."""
-    return delta_net.local_counts(owner, config) | state_space.local_counts(owner, config)
+        found = (getattr(policy.model, "tp_plan", None) or {}).get(path, "replicate")
+    else:
+        found = rule.change(policy, owner, name)
+    return STYLES[found](policy, owner, name) if isinstance(found, str) else found
 
 
 def _nothing(policy: HeadCounts, owner: nn.Module, name: str) -> None:
     return None
 
 
-ATTENTION_HEADS = "attention_heads"
 STYLES: dict[str, Style] = {
     "colwise": _column,
     "colwise_gather_output": partial(_column, gather=True),
@@ -235,7 +227,7 @@ STYLES: dict[str, Style] = {
     "local_biases": _local_biases,
     "local_params": _nothing,
     "skips_idle_casts": _skips_idle_casts,
-    ATTENTION_HEADS: _attention_heads,
+    MIXER: _by_rule,
     "replicate": _nothing,
     "sequence_parallel": _nothing,  # norms between regions: full sequences give the same result
 }

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.execution_order import ExecutionOrder
+from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.styles import STYLES
 
@@ -48,7 +48,7 @@ class ProposedPlan:
     def policy(self) -> PlanPolicy:
         """Return the policy for `HybridParallelPlugin(custom_policy=...)`."""
         return ProposedPolicy(
-            DeclaredPlan(
+            Plan(
                 dict(self.styles),
                 dict(self.local),
                 cut_vocabulary=self.cut_vocabulary,

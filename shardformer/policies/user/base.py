@@ -17,7 +17,7 @@ from typing import Literal
 from torch import nn
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
-from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.base import ModulePolicyDescription, Origin, Policy, SubModuleReplacementDescription
 from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
 from shardformer.policies.registry import policy_for
 from shardformer.shard_config import ShardConfig
@@ -105,6 +105,8 @@ class UniformPolicy(UserPolicy):
     Args:
         dim: -1 shards the output features and gathers the outputs; 0 shards the input features and sums the outputs.
     """
+
+    origin = Origin.UNIFORM
 
     cuts_attention = False
 

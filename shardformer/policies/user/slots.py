@@ -20,7 +20,7 @@ from shardformer.layers import (
     VocabParallelLMHead,
 )
 from shardformer.layers.linear import out_features
-from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
+from shardformer.policies.base import ModulePolicyDescription, Origin, SubModuleReplacementDescription
 from shardformer.policies.user.base import UserPolicy
 from shardformer.utils.derived_modules import replace_modules, with_class
 from shardformer.utils.module_paths import has_module
@@ -148,6 +148,8 @@ class SlotPolicyAdapter(UserPolicy):
     Args:
         slots: the class with the static methods.
     """
+
+    origin = Origin.SLOTS
 
     def __init__(self, slots: type) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from shardformer.layers import (
 )
 from shardformer.layers.linear import out_features
 from shardformer.matmul.native import is_linear
-from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
+from shardformer.policies.base import ModulePolicyDescription, Origin, SubModuleReplacementDescription
 from shardformer.policies.feature_counts import whole_counts
 from shardformer.policies.user.base import UserPolicy
 from shardformer.utils.module_paths import ends_in, nearest_names
@@ -133,6 +133,8 @@ class TPInfoPolicy(UserPolicy):
     Args:
         tp_info: the rules.
     """
+
+    origin = Origin.TP_INFO
 
     def __init__(self, tp_info: TPInfo) -> None:
         super().__init__()

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.loss.of_forward import head_loss_of_kind
 from shardformer.loss.terms import HeadLoss
-from shardformer.policies.plans.tables.completed import head_loss_builder
 
 _CLASSES = 5
 
@@ -37,7 +37,7 @@ class Head(nn.Module):
 )
 def test_shares_add_up(kind: str, skipped: int, is_sum: bool) -> None:
     head = Head(skipped, is_sum)
-    loss = head_loss_builder("XForCausalLM", kind)(head)
+    loss = head_loss_of_kind("XForCausalLM", kind)(head)
     logits = torch.randn(5, 4, _CLASSES, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(_CLASSES, (5, 4))
     labels[0, 1:] = labels[2, :2] = labels[4] = -100  # the first and the last have nothing to predict
@@ -57,7 +57,7 @@ def _shares(loss: HeadLoss, head: Head, logits: Tensor, labels: Tensor, parts: l
 
 
 def test_other_labels_have_another_loss() -> None:
-    loss = head_loss_builder("XForCausalLM", "mean_of_labels")(Head(0, False))
+    loss = head_loss_of_kind("XForCausalLM", "mean_of_labels")(Head(0, False))
     labels = torch.zeros(2, 4, dtype=torch.long)
     assert loss.unread({"labels": labels}) is None and "labels" in loss.inputs({"labels": labels})
     assert loss.unread({"labels": labels, "router_labels": labels}) == "router_labels"

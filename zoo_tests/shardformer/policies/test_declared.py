@@ -1,7 +1,7 @@
 """Plans that are declared here: which end of a path counts, what the tree tells of stages, what is refused.
 
 What breaks here first: an end that fits more than it means, a layer that returns another tuple. Look in
-`shardformer/policies/plans/declared.py` and `stage_inference.py`.
+`shardformer/policies/plans/plan.py` and `stage_inference.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 
 from shardformer import ShardConfig
 from shardformer.layers import ColumnParallelLinear
-from shardformer.policies.plans import delta_net
-from shardformer.policies.plans.declared import DeclaredPlan, declared_plans
-from shardformer.policies.plans.latent_attention import latent_attention_styles
+from shardformer.policies.mixers.delta_net import DeltaNet, change_of
+from shardformer.policies.mixers.latent_attention import LatentAttention
+from shardformer.policies.plans.completion import completions
+from shardformer.policies.plans.plan import Plan, declared_plans
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.stage_inference import num_outputs
 from shardformer.policies.plans.styles import STYLES
-from shardformer.policies.plans.tables.completed import COMPLETED
 from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.registry import policy_for
 from shardformer.stages.placeholders import LayerInputPlaceholder, Skipped, StageInput
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 def test_the_longest_end_of_a_path_counts() -> None:
-    plan = DeclaredPlan({"output.dense": "rowwise", "attention.output.dense": "replicate"})
+    plan = Plan({"output.dense": "rowwise", "attention.output.dense": "replicate"})
     assert plan.styles_of(Model()) == {
         "layers.*.output.dense": "rowwise",
         "layers.*.attention.output.dense": "replicate",
@@ -66,12 +66,12 @@ def test_the_longest_end_of_a_path_counts() -> None:
 
 
 def test_attributes_that_count_heads_are_shared_out() -> None:
-    plan = DeclaredPlan({}, local={"layers.*": ("num_heads", "not_there")})
+    plan = Plan({}, local={"layers.*": ("num_heads", "not_there")})
     assert plan.local_values("layers.2", Layer(), 2) == {"num_heads": 2}
 
 
 def test_the_tree_tells_the_stages() -> None:
-    layout = DeclaredPlan({"output.dense": "rowwise"}, every=("table",), carried_inputs=("bias",)).stages_of(Model())
+    layout = Plan({"output.dense": "rowwise"}, every=("table",), carried_inputs=("bias",)).stages_of(Model())
     assert layout.layers == "layers" and layout.carried_inputs == ("bias",) and layout.tuple_output == 2
     assert layout.first == {"embeddings": Received, "embed_positions": ZeroEmbedding}
     assert layout.every == ("token", "table") and layout.last == ("norm",)
@@ -80,7 +80,7 @@ def test_the_tree_tells_the_stages() -> None:
 def test_a_plan_tells_what_runs_before_the_layers_though_it_is_registered_after_them() -> None:
     model = Model()
     model.token_type, model.late = nn.Embedding(2, 4), nn.Embedding(9, 4)
-    layout = DeclaredPlan({"output.dense": "rowwise"}, first={"late": Received}).stages_of(model)
+    layout = Plan({"output.dense": "rowwise"}, first={"late": Received}).stages_of(model)
     assert layout.first["late"] is Received
     assert "late" not in layout.last and layout.last[-1] == "token_type"
 
@@ -125,8 +125,8 @@ def test_a_configuration_that_cannot_be_sharded(model_class: str, config: dict, 
 
 
 def test_every_declared_style_is_known() -> None:
-    plans = [*declared_plans().values(), *(each.derived for each in COMPLETED.values())]
-    declared = {style for each in COMPLETED.values() for style in each.declared.values()}
+    plans = [*declared_plans().values(), *(each.derived for each in completions().values())]
+    declared = {style for each in completions().values() for style in each.declared.values()}
     assert {style for plan in plans for style in (plan.styles or {}).values()} | declared <= set(STYLES)
 
 
@@ -150,7 +150,7 @@ def test_what_a_plan_leaves_whole_is_completed() -> None:
     assert afmoe.get("layers.*.mlp.experts", "moe_tp_experts") == "moe_tp_experts"  # named since 5.21
     gemma = _plan_of("Gemma4Text", num_key_value_heads=2, head_dim=8, vocab_size=8, vocab_size_per_layer_input=8)
     assert gemma["embed_tokens_per_layer"] == "embedding_rowwise"
-    for policy in (ProposedPlan({"fc": "colwise"}).policy(), PlanPolicy(DeclaredPlan({"fc": "colwise"}))):
+    for policy in (ProposedPlan({"fc": "colwise"}).policy(), PlanPolicy(Plan({"fc": "colwise"}))):
         policy.set_model(transformers.BambaModel(transformers.BambaConfig(**_SMALL, mamba_n_heads=8)))
         assert not policy.plan
 
@@ -163,7 +163,7 @@ def test_heads_of_latent_attention_are_cut() -> None:
     assert "layers.*.self_attn.q_a_proj" not in plan
     with torch.device("meta"):
         indexed = transformers.DeepseekV32Model(transformers.DeepseekV32Config(**_SMALL, first_k_dense_replace=1))
-    assert not latent_attention_styles(indexed, "cut")
+    assert not LatentAttention().styles(indexed, {})
 
 
 def test_every_style_of_transformers_is_known() -> None:
@@ -185,9 +185,9 @@ def test_heads_that_ranks_do_not_divide_are_gathered_or_whole() -> None:
         olmo = transformers.OlmoHybridModel(
             transformers.OlmoHybridConfig(**_SMALL, linear_num_key_heads=3, **of_qwen, vocab_size=8, pad_token_id=0)
         ).layers[0]
-    assert not delta_net.local_counts(qwen.linear_attn, config)
-    assert delta_net.change_of(qwen.linear_attn, "in_proj_qkv", config).kwargs == {"gather_output": True}
-    assert delta_net.change_of(olmo.linear_attn, "q_proj", config) is None
+    assert not DeltaNet().local_counts(qwen.linear_attn, config)
+    assert change_of(qwen.linear_attn, "in_proj_qkv", config).kwargs == {"gather_output": True}
+    assert change_of(olmo.linear_attn, "q_proj", config) is None
     olmo.linear_attn.num_k_heads = olmo.linear_attn.num_v_heads = 4
-    assert delta_net.local_counts(olmo.linear_attn, config)["num_k_heads"] == 2
-    assert delta_net.change_of(olmo.linear_attn, "q_proj", config).target_module is ColumnParallelLinear
+    assert DeltaNet().local_counts(olmo.linear_attn, config)["num_k_heads"] == 2
+    assert change_of(olmo.linear_attn, "q_proj", config).target_module is ColumnParallelLinear

@@ -33,7 +33,7 @@ from shardformer.policies import head_losses as losses
 from shardformer.policies import registry
 from shardformer.policies.families.bert import BertPolicy
 from shardformer.policies.families.llama import LlamaPolicy
-from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.stage_inference import stage_layout
 from shardformer.stages.stage import Received
 from zoo_tests.zoo import FAMILIES
@@ -157,7 +157,7 @@ class TestStages:
     def test_layers_that_run_several_times_are_not_cut(self, cls: type[nn.Module], is_cut: bool) -> None:
         assert (stage_layout(cls(), "blocks") is not None) == is_cut
         # A plan looks at how often its model does it: a Perceiver of one block runs its layers once.
-        pipelined = DeclaredPlan({}, layers="blocks", pipelined=lambda model: cls is not Base)
+        pipelined = Plan({}, layers="blocks", pipelined=lambda model: cls is not Base)
         assert (pipelined.stages_of(cls()) is not None) == (cls is not Base)
 
     def test_a_module_without_a_stage_is_named(self) -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.policies.plans.declared import declared_plans, proposed_plans
+from shardformer.policies.plans.plan import declared_plans, proposed_plans
 from shardformer.policies.plans.styles import STYLES
 from shardformer.policies.proposed.plan import ProposedPlan
 from shardformer.policies.proposed.propose import propose_plan

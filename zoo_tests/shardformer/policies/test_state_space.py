@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer import ShardConfig, ShardFormer
-from shardformer.policies.plans import state_space
+from shardformer.policies.mixers.state_space import StateSpace
 from zoo_tests.harness.ranks import distributed
 
 _BASE = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 29, "pad_token_id": 0, "eos_token_id": 1}
@@ -83,7 +84,7 @@ def test_divided_state_spaces(kind: str) -> None:
     for path, gradient in _gradients(sharded).items():
         spec = sharded.get_parameter(path).shard_spec
         torch.testing.assert_close(gradient, spec.shard(whole[path]), rtol=1e-4, atol=1e-6, msg=path)
-    mixers = [module for module in native.modules() if state_space.is_state_space(module)]
+    mixers = [module for module in native.modules() if StateSpace().parts(module)]
     cut = sum(parameter.shard_spec.dim is not None for parameter in sharded.parameters())
     assert mixers and cut > 6 * len(mixers)
     assert all(module.training for module in sharded.modules())
@@ -100,10 +101,10 @@ def test_state_spaces_that_ranks_do_not_divide_stay_whole(heads: int, groups: in
     sizes = {**_MAMBA_2, "hidden_size": 12, "num_heads": heads, "head_dim": 24 // heads, "n_groups": groups}
     with torch.device("meta"):
         mixer = transformers.Mamba2Model(transformers.Mamba2Config(**sizes)).layers[0].mixer
-    assert state_space.is_state_space(mixer)
+    assert StateSpace().parts(mixer)
     config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD)
-    assert (state_space.change_of(mixer, "in_proj", config) is not None) == is_cut
-    assert bool(state_space.local_counts(mixer, config)) == is_cut
+    assert (StateSpace().change(SimpleNamespace(shard_config=config), mixer, "in_proj") is not None) == is_cut
+    assert bool(StateSpace().local_counts(mixer, config)) == is_cut
 
 
 @distributed(2)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.pipeline.p2p import to_header
-from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.plan import Plan
 from shardformer.stages.earlier_modules import KeptOutput, MetaModule
 from shardformer.stages.placeholders import Skipped, with_attributes
 from shardformer.stages.stage import PipelineStageManager, Received, StageLayout, StagePartitioner, run_stage
@@ -76,13 +76,11 @@ class Sharing(nn.Module):
 
 
 def _pooled(model: nn.Module) -> StageLayout | None:
-    return DeclaredPlan({}, layers="blocks.*", kept_outputs={"blocks.0.1": 0}, changes_shapes=True).stages_of(model)
+    return Plan({}, layers="blocks.*", kept_outputs={"blocks.0.1": 0}, changes_shapes=True).stages_of(model)
 
 
 def _sharing(model: nn.Module) -> StageLayout | None:
-    return DeclaredPlan({}, layers="layers", first={"embed": Received}, shared_states={"states": _STATES}).stages_of(
-        model
-    )
+    return Plan({}, layers="layers", first={"embed": Received}, shared_states={"states": _STATES}).stages_of(model)
 
 
 def two_stages(make: Callable[[], nn.Module], layout_of: Callable, split: tuple[int, int], x: Tensor) -> dict:

@@ -17,8 +17,8 @@ from shardformer.loss.text import (
     masked_lm,
     words_and_answers,
 )
-from shardformer.policies.plans.declared import DeclaredPlan
 from shardformer.policies.plans.execution_order import ExecutionOrder
+from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.tables.naming import GATED, GATED_PARTS, LLAMA, self_attention
 from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedUnpadded, ZeroEmbedding
 
@@ -54,7 +54,7 @@ _FUSED = {
     "mlp.c_proj": "rowwise",
 }
 
-_MOSHI = DeclaredPlan(
+_MOSHI = Plan(
     {
         **{f"self_attn.{part}_proj.linear": "colwise" for part in "qkv"},
         "self_attn.o_proj.linear": "rowwise",
@@ -65,7 +65,7 @@ _MOSHI = DeclaredPlan(
 )
 
 # No part of a layer can be sharded: its heads are normalised together, or it is a state-space model.
-_VOCABULARY = DeclaredPlan({})
+_VOCABULARY = Plan({})
 
 
 def _keys_and_values(model: nn.Module) -> dict[str, tuple[str | int, ...]]:
@@ -94,7 +94,7 @@ class ReceivedTable(Received):
 
 PLANS = {
     "bitnet": _VOCABULARY,
-    "clvp": DeclaredPlan(
+    "clvp": Plan(
         {
             **{f"attn.{part}_proj": "colwise" for part in "qkv"},
             "attn.out_proj": "rowwise",
@@ -105,17 +105,17 @@ PLANS = {
         head_losses={"ClvpModelForConditionalGeneration": own_loss},
     ),
     "falcon_mamba": _VOCABULARY,
-    "fuyu": DeclaredPlan(_PERSIMMON, _PERSIMMON_LOCAL, layers="language_model.layers"),
+    "fuyu": Plan(_PERSIMMON, _PERSIMMON_LOCAL, layers="language_model.layers"),
     "jetmoe": _VOCABULARY,
     "kosmos2": replace(
         _VOCABULARY,
         first={"vision_model": Received, "image_to_text_projection": Received},  # registered after the layers
         changes_shapes=True,
     ),
-    "kosmos2_5": DeclaredPlan(self_attention("out_proj"), _DECODER_LOCAL),
+    "kosmos2_5": Plan(self_attention("out_proj"), _DECODER_LOCAL),
     "mamba": _VOCABULARY,
     "mamba2": _VOCABULARY,
-    "mllama": DeclaredPlan(
+    "mllama": Plan(
         {**LLAMA, **{f"cross_attn.{part}_proj": "colwise" for part in "qkv"}, "cross_attn.o_proj": "rowwise"},
         {name: ("num_heads", "num_key_value_heads") for name in ("self_attn", "cross_attn")},
         first={"multi_modal_projector": IdentityPlaceholder},  # registered after the layers
@@ -123,7 +123,7 @@ PLANS = {
     ),
     "kyutai_speech_to_text": replace(_MOSHI, layers="model.layers"),
     "moshi": replace(_MOSHI, head_losses={"MoshiForConditionalGeneration": own_loss}),
-    "neomme": DeclaredPlan(
+    "neomme": Plan(
         {
             **{f"self_attn.{part}_proj": "colwise" for part in "qkv"},
             "output_projection.gate_proj": "colwise",
@@ -137,14 +137,14 @@ PLANS = {
         kept_outputs={"embed_tokens": 0, "value_embeddings": 0},  # all layers read them
         every=("patch_embeddings",),
     ),
-    "trocr": DeclaredPlan(
+    "trocr": Plan(
         {"fc1": "colwise", "fc2": "rowwise", "layers.*": "activation_dropout"},
         last=("output_projection",),
         head_losses={"TrOCRForCausalLM": masked_lm},  # labels are already shifted to the next token
     ),
-    "voxtral_realtime": DeclaredPlan(None, pipelined=False),  # adds sound to all tokens behind the embedding
-    "xlstm": DeclaredPlan({"ffn.proj_up_gate": "colwise", "ffn.proj_up": "colwise", "ffn.proj_down": "rowwise"}),
-    "zaya": DeclaredPlan(
+    "voxtral_realtime": Plan(None, pipelined=False),  # adds sound to all tokens behind the embedding
+    "xlstm": Plan({"ffn.proj_up_gate": "colwise", "ffn.proj_up": "colwise", "ffn.proj_down": "rowwise"}),
+    "zaya": Plan(
         {
             "mlp.experts.gate_up_proj": "packed_colwise",
             "mlp.experts.down_proj": "rowwise",
@@ -152,13 +152,13 @@ PLANS = {
         },
         carried_inputs=("prev_router_hidden_states",),
     ),
-    "biogpt": DeclaredPlan(
+    "biogpt": Plan(
         _DECODER,
         _DECODER_LOCAL,
         first={"embed_positions": ZeroEmbedding},
         head_losses={"BioGptForTokenClassification": classes_of_tokens},
     ),
-    "cpmant": DeclaredPlan(
+    "cpmant": Plan(
         {
             **{f"self_attention.project_{part}": "colwise" for part in "qkv"},
             "self_attention.attention_out": "rowwise",
@@ -174,7 +174,7 @@ PLANS = {
         every=("position_bias",),
         head_losses={"CpmAntForCausalLM": masked_lm},  # labels are not shifted
     ),
-    "ctrl": DeclaredPlan(
+    "ctrl": Plan(
         {
             "multi_head_attention.Wq": "colwise",
             "multi_head_attention.Wk": "colwise",
@@ -185,13 +185,13 @@ PLANS = {
         },
         {"multi_head_attention": ("num_heads", "d_model_size")},
     ),
-    "emu3": DeclaredPlan(LLAMA),
+    "emu3": Plan(LLAMA),
     # The state-space part is replicated.
-    "falcon_h1": DeclaredPlan(
+    "falcon_h1": Plan(
         {**_ATTENTION, **{f"feed_forward.{part}": style for part, style in GATED_PARTS.items()}}, splits_sequence=True
     ),
     # Layers pass on several streams, [streams, batch, seq, hidden].
-    "gemma3n": DeclaredPlan(
+    "gemma3n": Plan(
         None,
         layers="language_model.layers",
         first={
@@ -204,7 +204,7 @@ PLANS = {
         every=("per_layer_model_projection", "altup_projections", "embed_vision", "embed_audio"),
         shared_states=_keys_and_values,
     ),
-    "gemma4": DeclaredPlan(
+    "gemma4": Plan(
         None,
         layers="language_model.layers",
         first={
@@ -217,36 +217,36 @@ PLANS = {
         every=("per_layer_projection_norm",),
         shared_states={"shared_kv_states": ("full_attention", "sliding_attention")},
     ),
-    "lfm2": DeclaredPlan(_LFM2),
-    "lfm2_vl": DeclaredPlan(_LFM2, layers="language_model.layers"),
-    "lfm3": DeclaredPlan(_LFM3),
-    "lfm3_vl": DeclaredPlan({**_LFM3, "self_attn.out_proj": "rowwise"}, layers="language_model.layers"),
-    "phi4_multimodal": DeclaredPlan(None, first={"embed_tokens_extend": Received}),
+    "lfm2": Plan(_LFM2),
+    "lfm2_vl": Plan(_LFM2, layers="language_model.layers"),
+    "lfm3": Plan(_LFM3),
+    "lfm3_vl": Plan({**_LFM3, "self_attn.out_proj": "rowwise"}, layers="language_model.layers"),
+    "phi4_multimodal": Plan(None, first={"embed_tokens_extend": Received}),
     # Layers pass on several streams, [batch, seq, streams, hidden].
-    "deepseek_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}),
-    "glm5_next": DeclaredPlan(None, layers="language_model.layers", first={"embed_tokens": ReceivedUnpadded}),
-    "hy_v4": DeclaredPlan(None, first={"embed_tokens": ReceivedUnpadded}, carried_inputs=("prev_topk_indices",)),
-    "hy_v4_vl": DeclaredPlan(
+    "deepseek_v4": Plan(None, first={"embed_tokens": ReceivedUnpadded}),
+    "glm5_next": Plan(None, layers="language_model.layers", first={"embed_tokens": ReceivedUnpadded}),
+    "hy_v4": Plan(None, first={"embed_tokens": ReceivedUnpadded}, carried_inputs=("prev_topk_indices",)),
+    "hy_v4_vl": Plan(
         None,
         layers="language_model.layers",
         first={"embed_tokens": ReceivedUnpadded},
         carried_inputs=("prev_topk_indices",),
     ),
-    "inkling": DeclaredPlan(None, first={"embed_norm": IdentityPlaceholder}),  # registered after the layers in 5.17
-    "inkling2": DeclaredPlan(None, kept_outputs=_block_inputs),
-    "higgs_audio_v2": DeclaredPlan(
+    "inkling": Plan(None, first={"embed_norm": IdentityPlaceholder}),  # registered after the layers in 5.17
+    "inkling2": Plan(None, kept_outputs=_block_inputs),
+    "higgs_audio_v2": Plan(
         None,
         # Frames of sound are picked from an embedding of their own, which is registered after the layers.
         execution={"*": ExecutionOrder([["embed_tokens"], ["embed_audio_tokens"], ["layers"]], {"layers": 0})},
         head_losses={"HiggsAudioV2ForConditionalGeneration": codebooks_of_sound},
     ),
-    "hrm_text": DeclaredPlan(None, pipelined=False),  # alternates between its two layer lists
+    "hrm_text": Plan(None, pipelined=False),  # alternates between its two layer lists
     # Attention is replicated if heads are mixed in another way.
-    "doge": DeclaredPlan(GATED),
-    "codegen": DeclaredPlan({"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"}),
-    "diffllama": DeclaredPlan(GATED),
-    "gpt_bigcode": DeclaredPlan({"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}),
-    "gpt_oss": DeclaredPlan(
+    "doge": Plan(GATED),
+    "codegen": Plan({"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"}),
+    "diffllama": Plan(GATED),
+    "gpt_bigcode": Plan({"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}),
+    "gpt_oss": Plan(
         {
             **_ATTENTION,
             "self_attn.sinks": "first_dim",
@@ -259,17 +259,17 @@ PLANS = {
         },
         splits_sequence=True,
     ),
-    "hunyuan_v1_dense": DeclaredPlan(
+    "hunyuan_v1_dense": Plan(
         {
             **LLAMA,
             "self_attn.query_layernorm": "replicated_with_grad_allreduce",
             "self_attn.key_layernorm": "replicated_with_grad_allreduce",
         }
     ),
-    **{family: DeclaredPlan(LLAMA, layers="language_model.layers") for family in ("cosmos3_omni", "qwen3_vl")},
+    **{family: Plan(LLAMA, layers="language_model.layers") for family in ("cosmos3_omni", "qwen3_vl")},
     # The tower of images counts its heads, the text does not.
-    "hunyuan_vl": DeclaredPlan(LLAMA, {"self_attn": ("num_heads",)}, layers="language_model.layers"),
-    "openai_privacy_filter": DeclaredPlan(
+    "hunyuan_vl": Plan(LLAMA, {"self_attn": ("num_heads",)}, layers="language_model.layers"),
+    "openai_privacy_filter": Plan(
         {
             **_ATTENTION,
             "self_attn.sinks": "first_dim",
@@ -281,20 +281,20 @@ PLANS = {
             "mlp.experts": "moe_tp_experts",
         }
     ),
-    "recurrent_gemma": DeclaredPlan(
+    "recurrent_gemma": Plan(
         {"mlp_block.gate_proj": "colwise", "mlp_block.up_proj": "colwise", "mlp_block.down_proj": "rowwise"}
     ),
-    "rwkv": DeclaredPlan({"feed_forward.key": "colwise", "feed_forward.value": "rowwise"}, layer_outputs=3),
-    "gpt_neox_japanese": DeclaredPlan(
+    "rwkv": Plan({"feed_forward.key": "colwise", "feed_forward.value": "rowwise"}, layer_outputs=3),
+    "gpt_neox_japanese": Plan(
         {**_NEOX, "attention.attention_dropout": "dropout"}, {"attention": ("num_attention_heads", "hidden_size")}
     ),
-    "imagegpt": DeclaredPlan(
+    "imagegpt": Plan(
         _FUSED,
         {"attn": ("num_heads", "split_size", "embed_dim")},
         first={"wpe": ZeroEmbedding},
         head_losses={"ImageGPTForCausalImageModeling": causal_lm},
     ),
-    "modernbert_decoder": DeclaredPlan(
+    "modernbert_decoder": Plan(
         {
             "attn.q_proj": "colwise",
             "attn.k_proj": "colwise",
@@ -306,7 +306,7 @@ PLANS = {
         },
         {"attn": ("num_heads", "all_head_size")},
     ),
-    "mpt": DeclaredPlan(
+    "mpt": Plan(
         {
             "attn.Wqkv": "fused_colwise",
             "attn.out_proj": "rowwise",
@@ -316,12 +316,10 @@ PLANS = {
         },
         {"attn": ("n_heads",)},
     ),
-    "openai": DeclaredPlan(_FUSED, {"attn": ("n_head", "split_size")}, first={"positions_embed": ZeroEmbedding}),
-    "persimmon": DeclaredPlan(_PERSIMMON, _PERSIMMON_LOCAL),
-    "stablelm": DeclaredPlan(LLAMA, {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")}),
-    "xglm": DeclaredPlan(
-        {**_DECODER, "self_attn": "draws_per_rank"}, _DECODER_LOCAL, first={"embed_positions": ZeroEmbedding}
-    ),
+    "openai": Plan(_FUSED, {"attn": ("n_head", "split_size")}, first={"positions_embed": ZeroEmbedding}),
+    "persimmon": Plan(_PERSIMMON, _PERSIMMON_LOCAL),
+    "stablelm": Plan(LLAMA, {"self_attn": ("num_heads", "num_key_value_heads", "hidden_size")}),
+    "xglm": Plan({**_DECODER, "self_attn": "draws_per_rank"}, _DECODER_LOCAL, first={"embed_positions": ZeroEmbedding}),
 }
 
 

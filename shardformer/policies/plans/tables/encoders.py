@@ -16,7 +16,7 @@ from shardformer.loss.text import (
     mean_of_marked,
     replaced_tokens,
 )
-from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.tables.naming import GATED, LLAMA
 from shardformer.stages.stage import Received
 
@@ -47,13 +47,13 @@ _BERT_STYLES = {
     "intermediate.dense": "colwise",
 }
 _BERT_LOCAL = {"self": ("num_attention_heads", "all_head_size")}
-_BERT = DeclaredPlan(_BERT_STYLES, _BERT_LOCAL)
+_BERT = Plan(_BERT_STYLES, _BERT_LOCAL)
 # Attention is replicated if heads are mixed before they are concatenated.
-_FEED_FORWARD = DeclaredPlan(
+_FEED_FORWARD = Plan(
     {"intermediate.dense": "colwise", "output.dense": "rowwise", "attention.output.dense": "replicate"}
 )
 _PAGE_BIASES = ("encoder.rel_pos_bias", "encoder.rel_pos_x_bias", "encoder.rel_pos_y_bias")
-_MODERN = DeclaredPlan(
+_MODERN = Plan(
     {"attn.Wqkv": "fused_colwise", "attn.Wo": "rowwise", "mlp.Wi": "packed_colwise", "mlp.Wo": "rowwise"}
     | {"mlp.drop": "dropout"}
 )
@@ -74,7 +74,7 @@ _XLM = {
     "every": ("position_embeddings", "lang_embeddings", "layer_norm_emb"),
     "first": {"embeddings": Received},
 }
-_LLAMA = DeclaredPlan(LLAMA)
+_LLAMA = Plan(LLAMA)
 
 
 def _first_block(model: nn.Module) -> dict[str, int]:
@@ -90,16 +90,16 @@ def _runs_layers_once(model: nn.Module) -> bool:
 
 PLANS = {
     # All linear layers and embeddings are classes of its own, which could quantise.
-    "ibert": DeclaredPlan(
+    "ibert": Plan(
         {},
         layers="encoder.layer",
         first={"embeddings": ReceivedUnscaled},
         needs={"quant_mode": False},
         cut_vocabulary=False,
     ),
-    "big_bird": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, needs={"attention_type": "original_full"}),
+    "big_bird": Plan(_BERT_STYLES, _BERT_LOCAL, needs={"attention_type": "original_full"}),
     # Every head adds products with the embedding of the distances between boxes, so its gradient is partial.
-    "bros": DeclaredPlan(
+    "bros": Plan(
         {**_BERT_STYLES, "bbox_projection": "replicated_with_grad_allreduce"},
         _BERT_LOCAL,
         every=("bbox_embeddings",),
@@ -109,7 +109,7 @@ PLANS = {
             "BrosSpadeELForTokenClassification": partial(mean_of_marked, "bbox_first_token_mask"),
         },
     ),
-    "canine": DeclaredPlan(
+    "canine": Plan(
         _BERT_STYLES,
         _BERT_LOCAL,
         layers="encoder.layer",
@@ -118,7 +118,7 @@ PLANS = {
     ),
     "convbert": _FEED_FORWARD,
     # Query, key and value of a head are contiguous.
-    "deberta": DeclaredPlan(
+    "deberta": Plan(
         {**_BERT_STYLES, "self.in_proj": "colwise", "self.pos_proj": "colwise", "self.pos_q_proj": "colwise"}
         | {"self.q_bias": "colwise", "self.v_bias": "colwise"}
         | dict.fromkeys(("self.head_logits_proj", "self.head_weights_proj"), "gathered"),
@@ -128,15 +128,15 @@ PLANS = {
         last=lambda model: ("embeddings.word_embeddings",) if hasattr(model, "lm_predictions") else (),
         cut_vocabulary=lambda model: not hasattr(model, "lm_predictions"),
     ),
-    "esm": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, whole_logits=True),
-    "flaubert": DeclaredPlan(
+    "esm": Plan(_BERT_STYLES, _BERT_LOCAL, whole_logits=True),
+    "flaubert": Plan(
         **_XLM,
         needs={"pre_norm": False, "layerdrop": 0.0},
         head_losses={"FlaubertWithLMHeadModel": masked_lm, "FlaubertForQuestionAnswering": own_loss},
     ),
-    "esmc": DeclaredPlan(GATED),  # normalises all heads together
+    "esmc": Plan(GATED),  # normalises all heads together
     "fnet": _BERT,
-    "funnel": DeclaredPlan(
+    "funnel": Plan(
         {"ffn.linear_1": "colwise", "ffn.linear_2": "rowwise"},
         layers=("encoder.blocks.*", "decoder.layers"),
         carried_inputs=("key", "value"),
@@ -146,8 +146,8 @@ PLANS = {
         head_losses={"FunnelForPreTraining": replaced_tokens},
     ),
     "gte": _LLAMA,
-    "jina_embeddings_v3": DeclaredPlan({**LLAMA, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
-    "layoutlmv3": DeclaredPlan(
+    "jina_embeddings_v3": Plan({**LLAMA, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
+    "layoutlmv3": Plan(
         {
             **_BERT_STYLES,
             "attention.self": "local_biases",
@@ -156,7 +156,7 @@ PLANS = {
         _BERT_LOCAL,
         every=_PAGE_BIASES,
     ),
-    "lilt": DeclaredPlan(
+    "lilt": Plan(
         {**_BERT_STYLES, "self.layout_query": "colwise", "self.layout_key": "colwise", "self.layout_value": "colwise"}
         | {"layout_output.dense": "rowwise", "layout_intermediate.dense": "colwise"},
         _BERT_LOCAL,
@@ -164,7 +164,7 @@ PLANS = {
         changes_shapes=True,
     ),
     "longformer": _FEED_FORWARD,
-    "luke": DeclaredPlan(
+    "luke": Plan(
         # Word and entity queries have separate projections for word and entity keys.
         {**_BERT_STYLES, **dict.fromkeys(("self.w2e_query", "self.e2w_query", "self.e2e_query"), "colwise")},
         _BERT_LOCAL,
@@ -175,29 +175,27 @@ PLANS = {
     "markuplm": _BERT,
     "megatron_bert": _BERT,
     # The head concatenates two weights into one product.
-    "mobilebert": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, cut_vocabulary=False),
+    "mobilebert": Plan(_BERT_STYLES, _BERT_LOCAL, cut_vocabulary=False),
     "modernbert": _MODERN,
     "modernvbert": replace(_MODERN, first={"text_model.embeddings": ReceivedTokens}),
     "mra": replace(_BERT, head_losses={"MraForTokenClassification": classes_of_tokens}),
     "nomic_bert": _LLAMA,
-    "nystromformer": DeclaredPlan(
+    "nystromformer": Plan(
         {**_BERT_STYLES, "self.conv.weight": "first_dim"},
         {**_BERT_LOCAL, "self.conv": ("groups", "in_channels", "out_channels")},
     ),
     "rembert": _BERT,
     "roc_bert": replace(_BERT, head_losses={"RoCBertForPreTraining": own_loss}),
-    "roformer": DeclaredPlan(_BERT_STYLES, _BERT_LOCAL, every=("encoder.embed_positions",)),
-    "squeezebert": DeclaredPlan(
-        {}, changes_shapes=True, calls_forward=True
-    ),  # its projections are grouped convolutions
+    "roformer": Plan(_BERT_STYLES, _BERT_LOCAL, every=("encoder.embed_positions",)),
+    "squeezebert": Plan({}, changes_shapes=True, calls_forward=True),  # its projections are grouped convolutions
     "tapas": replace(_BERT, head_losses={"TapasForQuestionAnswering": own_loss}),
     "visual_bert": replace(
         _BERT,
         head_losses=dict.fromkeys(("VisualBertForPreTraining", "VisualBertForQuestionAnswering"), own_loss),
     ),
-    "xlm": DeclaredPlan(**_XLM, head_losses={"XLMWithLMHeadModel": masked_lm, "XLMForQuestionAnswering": own_loss}),
+    "xlm": Plan(**_XLM, head_losses={"XLMWithLMHeadModel": masked_lm, "XLMForQuestionAnswering": own_loss}),
     "xlm_roberta_xl": replace(_BERT, head_losses={"XLMRobertaXLForTokenClassification": classes_of_tokens}),
-    "xlnet": DeclaredPlan(
+    "xlnet": Plan(
         {"ff.layer_1": "colwise", "ff.layer_2": "rowwise"},
         head_losses={"XLNetLMHeadModel": masked_lm, "XLNetForQuestionAnswering": own_loss},
     ),

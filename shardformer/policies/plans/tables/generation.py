@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardformer.loss.heads import own_loss
-from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.tables.naming import self_attention
 
 _HEADS = ("num_heads", "num_key_value_heads", "embed_dim", "hidden_size")
@@ -15,11 +15,11 @@ _BERT = {f"self.{part}": "colwise" for part in ("query", "key", "value")} | {
     "intermediate.dense": "colwise",
 }
 # Attention reads the number of heads of the configuration, so it is replicated.
-_MOONSHINE = DeclaredPlan(
+_MOONSHINE = Plan(
     {"encoder.layers.*.mlp.fc1": "colwise", "decoder.layers.*.mlp.fc1": "packed_colwise", "mlp.fc2": "rowwise"},
     pipelined=False,
 )
-_MUSICGEN = DeclaredPlan(
+_MUSICGEN = Plan(
     {**_OUT, **_CROSS},
     dict.fromkeys(("self_attn", "encoder_attn"), _HEADS),
     pipelined=False,
@@ -30,14 +30,14 @@ _MUSICGEN = DeclaredPlan(
 )
 
 PLANS = {
-    "dia": DeclaredPlan(
+    "dia": Plan(
         {f"{name}.{part}_proj": "colwise" for name in ("self_attention", "cross_attention") for part in "qkv"}
         | {f"{name}.o_proj": "rowwise" for name in ("self_attention", "cross_attention")}
         | {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"},
         dict.fromkeys(("self_attention", "cross_attention"), _HEADS),
         pipelined=False,
     ),
-    "git": DeclaredPlan(
+    "git": Plan(
         {**_BERT, **_OUT},
         {"self": ("num_attention_heads", "all_head_size"), "self_attn": ("num_heads", "embed_dim")},
         pipelined=False,  # the head reads a number of the first layer
@@ -47,7 +47,7 @@ PLANS = {
     "musicgen": _MUSICGEN,
     "musicgen_melody": _MUSICGEN,
     # Self-attention of the decoder is replicated: the biases of positions have an entry for every head.
-    "pix2struct": DeclaredPlan(
+    "pix2struct": Plan(
         {
             **{
                 f"{name}.{part}": "colwise"
@@ -64,7 +64,7 @@ PLANS = {
         pipelined=False,
         head_losses={"Pix2StructForConditionalGeneration": own_loss},
     ),
-    "speecht5": DeclaredPlan(
+    "speecht5": Plan(
         {
             **{f"{name}.{part}_proj": "colwise" for name in ("attention", "self_attn") for part in "qkv"},
             "attention.out_proj": "rowwise",
@@ -78,7 +78,7 @@ PLANS = {
         pipelined=False,
         head_losses={"SpeechT5ForTextToSpeech": own_loss},
     ),
-    "udop": DeclaredPlan(
+    "udop": Plan(
         {f"EncDecAttention.{part}": "colwise" for part in "qkv"}
         | {"EncDecAttention.o": "rowwise", "DenseReluDense.dropout": "dropout", "DenseReluDense.wo": "rowwise"}
         | dict.fromkeys(("DenseReluDense.wi", "DenseReluDense.wi_0", "DenseReluDense.wi_1"), "colwise"),

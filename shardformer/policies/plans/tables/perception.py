@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardformer.loss.heads import own_loss
 from shardformer.loss.text import sequence_classification
-from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.plan import Plan
 from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedPatches, StagePlaceholder, ZeroEmbedding
 
 
@@ -32,12 +32,12 @@ class ReceivedPair(StagePlaceholder):
 
 _QKV = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise"}
 _MLP = {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
-_VIT = DeclaredPlan(
+_VIT = Plan(
     {**_QKV, "attention.o_proj": "rowwise", **_MLP},
     {"attention": ("num_attention_heads",)},
     first={"embeddings": ReceivedPatches},
 )
-_CLIP = DeclaredPlan(
+_CLIP = Plan(
     {**_QKV, "self_attn.out_proj": "rowwise", **_MLP},
     {"self_attn": ("num_heads", "embed_dim")},
     first={"embeddings": ReceivedPatches},
@@ -49,7 +49,7 @@ _BERT_STYLES = {
     "output.dense": "rowwise",
     "intermediate.dense": "colwise",
 }
-_BERT = DeclaredPlan(
+_BERT = Plan(
     _BERT_STYLES,
     {"attention.attention": ("num_attention_heads", "all_head_size")},
     first={"embeddings": ReceivedPatches},
@@ -61,20 +61,20 @@ def _reads_last_layer(model: nn.Module) -> bool:
     return not getattr(model.config, "use_weighted_layer_sum", False)
 
 
-def _sound(attention: Mapping[str, str], projection: type[StagePlaceholder], **options: Any) -> DeclaredPlan:
+def _sound(attention: Mapping[str, str], projection: type[StagePlaceholder], **options: Any) -> Plan:
     """Make the plan of an audio encoder that starts with convolutions over the waveform.
 
     Args:
         attention: styles of the attention.
         projection: placeholder for the feature projection that follows the convolutions.
-        options: further fields of `DeclaredPlan`.
+        options: further fields of `Plan`.
     """
     feed_forward = {
         "intermediate_dense": "colwise",
         "intermediate_dropout": "dropout",
         "output_dense": "rowwise",
     }
-    return DeclaredPlan(
+    return Plan(
         {**attention, **feed_forward},
         {"attention": ("num_heads", "embed_dim"), "self_attn": ("num_heads",)},
         first={
@@ -129,13 +129,13 @@ def _tied_decoder(model: nn.Module) -> tuple[str, ...]:
 
 
 PLANS = {
-    "convnextv2": DeclaredPlan({}, layers="encoder.stages"),  # normalises over all features
-    "focalnet": DeclaredPlan(_MLP, layers="encoder.stages.*.layers", changes_shapes=True),
-    "hiera": DeclaredPlan(
+    "convnextv2": Plan({}, layers="encoder.stages"),  # normalises over all features
+    "focalnet": Plan(_MLP, layers="encoder.stages.*.layers", changes_shapes=True),
+    "hiera": Plan(
         _MLP, layers="encoder.stages.*.layers", changes_shapes=True, head_losses={"HieraForPreTraining": own_loss}
     ),
-    "lasr": DeclaredPlan(_ENCODER_BLOCK, layers="encoder.layers", changes_shapes=True),
-    "perceiver": DeclaredPlan(
+    "lasr": Plan(_ENCODER_BLOCK, layers="encoder.layers", changes_shapes=True),
+    "perceiver": Plan(
         _DENSE,
         layers="encoder.self_attends",
         changes_shapes=True,
@@ -143,18 +143,16 @@ PLANS = {
         # Layers run once; the decoder of optical flow reads what the encoder has read, which its derived stages send.
         pipelined=lambda model: model.config.num_blocks == 1 and type(model).__name__ != "PerceiverForOpticalFlow",
     ),
-    "pvt": DeclaredPlan(_DENSE, layers="encoder.block.*", changes_shapes=True),
-    "pvt_v2": DeclaredPlan(
-        {**_DENSE, **_CONVOLVED}, _CONVOLVED_LOCAL, layers="encoder.layers.*.blocks", changes_shapes=True
-    ),
-    "segformer": DeclaredPlan(
+    "pvt": Plan(_DENSE, layers="encoder.block.*", changes_shapes=True),
+    "pvt_v2": Plan({**_DENSE, **_CONVOLVED}, _CONVOLVED_LOCAL, layers="encoder.layers.*.blocks", changes_shapes=True),
+    "segformer": Plan(
         {**_MLP, **_CONVOLVED},
         _CONVOLVED_LOCAL,
         layers="stages.*.blocks",
         kept_outputs={"layer_norm": 0},  # the head for segmentation reads the outputs of all lists
         changes_shapes=True,
     ),
-    "sew": DeclaredPlan(
+    "sew": Plan(
         {**_QKV, "attention.out_proj": "rowwise", "intermediate_dense": "colwise", "output_dense": "rowwise"}
         | {"intermediate_dropout": "dropout"},
         {"attention": ("num_heads", "embed_dim")},
@@ -162,7 +160,7 @@ PLANS = {
         changes_shapes=True,
         pipelined=_reads_last_layer,
     ),
-    "sew_d": DeclaredPlan(
+    "sew_d": Plan(
         {"intermediate.dense": "colwise", "layer.*.output.dense": "rowwise"},
         layers="encoder.encoder.layer",
         every=("rel_embeddings", "encoder.encoder.LayerNorm"),
@@ -177,7 +175,7 @@ PLANS = {
         pipelined=lambda model: type(model).__name__ != "ViltForImagesAndTextClassification",
         head_losses={"ViltForQuestionAnswering": own_loss},
     ),
-    "vjepa2": DeclaredPlan(
+    "vjepa2": Plan(
         {"attention.query": "colwise", "attention.key": "colwise", "attention.value": "colwise"}
         | {"attention.proj": "rowwise", **_MLP},
         {"attention": ("num_attention_heads", "all_head_size")},
@@ -185,7 +183,7 @@ PLANS = {
         changes_shapes=True,
     ),
     "audio_spectrogram_transformer": replace(_VIT, head_losses={"ASTForAudioClassification": sequence_classification}),
-    "convnext": DeclaredPlan({"pwconv1": "colwise", "pwconv2": "rowwise"}, layers="encoder.stages"),
+    "convnext": Plan({"pwconv1": "colwise", "pwconv2": "rowwise"}, layers="encoder.stages"),
     "dinov2": _VIT,
     "dinov2_with_registers": _VIT,
     "dinov3_vit": replace(
@@ -209,7 +207,7 @@ PLANS = {
     ),
     "siglip": _CLIP,
     "siglip2": _CLIP,
-    "timesformer": DeclaredPlan(
+    "timesformer": Plan(
         {
             "intermediate.dense": "colwise",
             "output.dense": "rowwise",

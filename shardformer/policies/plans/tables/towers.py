@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from shardformer.loss.text import masked_lm, streams_of_tokens
-from shardformer.policies.plans.declared import DeclaredPlan
+from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.tables.naming import GATED
 from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedUnpadded, UnreachablePlaceholder
 
@@ -20,7 +20,7 @@ _FEED_FORWARD = {"fc1": "colwise", "fc2": "rowwise", "ffn.dropout": "dropout", "
 _STYLES = {**_QKV, **_FEED_FORWARD}
 _LOCAL = dict.fromkeys(_ATTENTIONS, ("num_heads", "embed_dim"))
 # T5-like towers, whose encoder may have another attention than T5's. Self-attention is replicated.
-_POP2PIANO = DeclaredPlan(
+_POP2PIANO = Plan(
     {
         "EncDecAttention.q": "colwise",
         "EncDecAttention.k": "colwise",
@@ -47,7 +47,7 @@ def _seamless_towers(model: nn.Module) -> tuple[str, str]:
     return _TOWERS if _makes_units(model) else ("text_encoder.layers", "text_decoder.layers")
 
 
-_SEAMLESS = DeclaredPlan(
+_SEAMLESS = Plan(
     _STYLES,
     _LOCAL,
     towers=_seamless_towers,
@@ -62,13 +62,13 @@ _ROUTER = {"router.classifier": "skips_idle_casts"}
 _VISION = {"vision_tower": UnreachablePlaceholder, "multi_modal_projector": UnreachablePlaceholder}
 
 PLANS = {
-    "switch_transformers": DeclaredPlan(
+    "switch_transformers": Plan(
         {**{f"EncDecAttention.{part}": "colwise" for part in "qkv"}, "EncDecAttention.o": "rowwise", **_ROUTER},
         {"EncDecAttention": ("n_heads", "inner_dim")},
         towers=("encoder.block", "decoder.block"),
         carried_inputs=("position_bias",),
     ),
-    "bigbird_pegasus": DeclaredPlan(
+    "bigbird_pegasus": Plan(
         {
             **_STYLES,
             "self.query": "colwise",
@@ -81,8 +81,8 @@ PLANS = {
         needs={"attention_type": "original_full"},
         head_losses={"BigBirdPegasusForCausalLM": masked_lm},  # labels are already shifted to the next token
     ),
-    "florence2": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS, first={**_VISION, **_NORM_OF_EMBEDDINGS}),
-    "led": DeclaredPlan(
+    "florence2": Plan(_STYLES, _LOCAL, towers=_TOWERS, first={**_VISION, **_NORM_OF_EMBEDDINGS}),
+    "led": Plan(
         # Attention is replicated: the encoder's windows mix heads before they are concatenated.
         _FEED_FORWARD,
         towers=_TOWERS,
@@ -94,8 +94,8 @@ PLANS = {
     # A layer returns five values. The fourth, the cross-attention bias, is recomputed from the mask if it is missing.
     "longt5": replace(_POP2PIANO, layer_outputs=5),
     "pop2piano": _POP2PIANO,
-    "nllb_moe": DeclaredPlan({**_QKV, **_ROUTER}, _LOCAL, towers=_TOWERS),
-    "pegasus_x": DeclaredPlan(
+    "nllb_moe": Plan({**_QKV, **_ROUTER}, _LOCAL, towers=_TOWERS),
+    "pegasus_x": Plan(
         _FEED_FORWARD,
         towers=_TOWERS,
         first={"encoder.embed_tokens": ReceivedUnpadded},
@@ -103,7 +103,7 @@ PLANS = {
     ),
     # Attention is replicated: its masks have an entry for every head. A decoder layer runs on several streams, each as
     # long as the token ids.
-    "prophetnet": DeclaredPlan(
+    "prophetnet": Plan(
         {
             "feed_forward.intermediate": "colwise",
             "feed_forward.output": "rowwise",
@@ -124,13 +124,13 @@ PLANS = {
         # The decoder to units repeats its inputs as often as durations say that an encoder's output determines.
         pipelined=lambda model: not _makes_units(model),
     ),
-    "t5gemma2": DeclaredPlan(
+    "t5gemma2": Plan(
         GATED,
         towers=("encoder.text_model.layers", "decoder.layers"),
         first=_VISION,
         last=("encoder.text_model.norm", "decoder.norm"),  # registered before the layers
         cut_vocabulary=False,  # custom embedding class
     ),
-    "t5gemma": DeclaredPlan(None, towers=_TOWERS, last=("encoder.norm", "decoder.norm")),
-    "speech_to_text": DeclaredPlan(_STYLES, _LOCAL, towers=_TOWERS, first={"encoder.conv": Received}),
+    "t5gemma": Plan(None, towers=_TOWERS, last=("encoder.norm", "decoder.norm")),
+    "speech_to_text": Plan(_STYLES, _LOCAL, towers=_TOWERS, first={"encoder.conv": Received}),
 }

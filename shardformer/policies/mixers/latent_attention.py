@@ -5,11 +5,13 @@ So they stay where `tp_size` does not divide them, and with `reproducible=True`,
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 from torch import nn
 
 from shardformer.policies.feature_counts import HEAD_COUNTS, names_read
-from shardformer.shard_config import ShardConfig
-from shardformer.utils.module_paths import join, starred
+from shardformer.policies.mixers.mixer import Mixer
 
 # Projections to and from heads are cut; those to the compressed states, and their norms, are not.
 _STYLES = {
@@ -22,26 +24,20 @@ _STYLES = {
 _WHOLE = {"q_a_proj", "q_a_layernorm", "kv_a_layernorm", "rotary_emb"}
 
 
-def latent_attention_styles(model: nn.Module, style: str) -> dict[str, str]:
-    """Return `style` for each part of latent attention that depends on heads, by its path with `*` for numbers.
+class LatentAttention(Mixer):
+    """The rule of latent attention. One with further parts (an indexer), or whose forward counts heads, is another."""
 
-    An attention with further parts (an indexer, scales for each head), or whose forward counts heads, has none.
-    """
-    return {
-        starred(join(path, name)): style
-        for path, module in model.named_modules()
-        if _is_plain(module)
-        for name in _STYLES
-        if getattr(module, name, None) is not None
-    }
+    fills = True
 
+    def parts(self, module: nn.Module) -> Collection[str]:
+        """Return the names of the parts that depend on heads."""
+        return [name for name in _STYLES if getattr(module, name, None) is not None] if _is_plain(module) else ()
 
-def style_in(owner: nn.Module, name: str, config: ShardConfig) -> str | None:
-    """Return the style of a part of latent attention under these options; None for what is no plain one."""
-    if not _is_plain(owner):
-        return None
-    is_cut = owner.num_heads % config.tensor_parallel_size == 0 and not config.computes_in_blocks
-    return _STYLES[name] if is_cut else "replicate"
+    def change(self, policy: Any, owner: nn.Module, name: str) -> str:
+        """Return the style of a part under these options."""
+        config = policy.shard_config
+        is_cut = owner.num_heads % config.tensor_parallel_size == 0 and not config.computes_in_blocks
+        return _STYLES[name] if is_cut else "replicate"
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -1,11 +1,13 @@
-"""Declared plans for families without a plan in transformers, in the terms of transformers' plans."""
+"""Plan: how a family is cut, in the terms of transformers' plans, and the lookup of those of this package.
+
+A family has one row in one file of `plans/tables`: that file alone is imported, and one line of a JSON file is read.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import json
-import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +18,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLosses
-from shardformer.policies.plans.delta_net import delta_net_styles
+from shardformer.loss.of_forward import head_loss_of_kind
+from shardformer.policies.base import Origin
 from shardformer.policies.plans.execution_order import ExecutionOrder
-from shardformer.policies.plans.latent_attention import latent_attention_styles
 from shardformer.policies.plans.stage_inference import (
     ENCODED_INPUTS,
     layer_paths,
@@ -28,7 +30,6 @@ from shardformer.policies.plans.stage_inference import (
     tower_layout,
     with_parameters,
 )
-from shardformer.policies.plans.styles import ATTENTION_HEADS
 from shardformer.stages.placeholders import States
 from shardformer.stages.stage import StageLayout, StagePlaceholder, UnreachablePlaceholder
 from shardformer.utils.module_paths import join, starred
@@ -105,24 +106,41 @@ def _common(path: str, other: str) -> int:
     return next((index for index, (one, two) in enumerate(pairs) if one != two), 0)
 
 
+# File of `plans/tables` -> its families, so that a family is found without importing the others.
+FILES = {
+    "causal": (
+        "bamba biogpt bitnet clvp codegen cosmos3_omni cpmant ctrl deepseek_v4 diffllama doge emu3 eurobert "
+        "falcon_h1 falcon_mamba fuyu gemma3 gemma3n gemma4 glm5_next gpt_bigcode gpt_neox_japanese gpt_oss "
+        "granite_speech granite_speech_plus higgs_audio_v2 hrm_text hunyuan_v1_dense hunyuan_vl hy_v4 hy_v4_vl "
+        "imagegpt inkling inkling2 jetmoe kosmos2 kosmos2_5 kyutai_speech_to_text lfm2 lfm2_vl lfm3 lfm3_vl lxmert "
+        "mamba mamba2 mllama modernbert_decoder moshi mpt neomme openai openai_privacy_filter persimmon "
+        "phi4_multimodal qwen2_audio qwen3_5 qwen3_vl recurrent_gemma rwkv stablelm trocr ultrabert ultravbert "
+        "vibevoice voxtral_realtime xglm xlstm zaya"
+    ),
+    "encoders": (
+        "big_bird bros canine convbert deberta esm esmc flaubert fnet funnel gte ibert jina_embeddings_v3 "
+        "layoutlmv3 lilt longformer luke markuplm megatron_bert mobilebert modernbert modernvbert mra nomic_bert "
+        "nystromformer rembert roc_bert roformer squeezebert tapas visual_bert xlm xlm_roberta_xl xlnet xmod yoso"
+    ),
+    "generation": "dia git moonshine moonshine_streaming musicgen musicgen_melody pix2struct speecht5 udop",
+    "perception": (
+        "audio_spectrogram_transformer convnext convnextv2 dinov2 dinov2_with_registers dinov3_vit focalnet hiera "
+        "hubert ijepa lasr metaclip_2 omniasr_ctc perceiver pvt pvt_v2 segformer sew sew_d siglip siglip2 "
+        "timesformer unispeech unispeech_sat videomae vilt vit_msn vivit vjepa2 wav2vec2 wav2vec2_bert "
+        "wav2vec2_conformer wavlm yolos"
+    ),
+    "towers": (
+        "bigbird_pegasus florence2 led longt5 nllb_moe pegasus_x pop2piano prophetnet seamless_m4t seamless_m4t_v2 "
+        "speech_to_text switch_transformers t5gemma t5gemma2"
+    ),
+}
+
 Value = TypeVar("Value")
 _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
 
 
-def styles_of_transformers(model: nn.Module) -> dict[str, str]:
-    """Return the styles of transformers' own plan of a model, and of heads that it leaves whole or gathers.
-
-    Experts whose output projections are cut between inputs return partial sums. Where no entry adds them up, as for
-    Qwen3-Omni in transformers 5.17, one is added.
-    """
-    latent, delta = latent_attention_styles(model, ATTENTION_HEADS), delta_net_styles(model, ATTENTION_HEADS)
-    found = latent | (model.tp_plan or {}) | delta
-    owners = (path.rpartition(".")[0] for path, style in found.items() if style == "rowwise")
-    return {owner: "moe_tp_experts" for owner in owners if owner.endswith(".experts")} | found
-
-
 @dataclass(frozen=True)
-class DeclaredPlan:
+class Plan:
     """The plan of one family. Paths match by their end: "self_attn.q_proj" matches that module of every layer.
 
     Attributes:
@@ -155,6 +173,7 @@ class DeclaredPlan:
         splits_sequence: whether layers can process slices of a sequence between the regions of the plan
             (`split_gather`): only their attention mixes tokens. For shipped plans see `divides_sequences`, too.
         head_losses: losses of heads that differ from the usual ones for their suffix, see `Policy.head_losses`.
+        origin: who made the plan.
     """
 
     styles: Mapping[str, str] | None
@@ -180,11 +199,12 @@ class DeclaredPlan:
     whole_logits: bool = False
     splits_sequence: bool = False
     head_losses: HeadLosses = field(default_factory=dict)
+    origin: Origin = field(default=Origin.USER, compare=False)
 
     def styles_of(self, model: nn.Module) -> dict[str, str]:
         """Return the style of each path of the model that has one, with `*` for numbers."""
         if self.styles is None:
-            return styles_of_transformers(model)
+            return dict(model.tp_plan or {})
         names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
         found = {pattern: lookup(pattern, self.styles) for pattern in {starred(name) for name in names}}
         return {pattern: style for pattern, style in found.items() if style is not None}
@@ -332,51 +352,84 @@ def lookup(path: str, table: Mapping[str, Value]) -> Value | None:
     return table[max(ends, key=len)] if ends else None
 
 
-def tables_of(name: str) -> dict[str, Any]:
-    """Return the entries of the tables called `name` of all modules in `plans.tables`, by transformers family."""
-    package = importlib.import_module("shardformer.policies.plans.tables")
-    files = [info.name for info in pkgutil.iter_modules(package.__path__)]
-    modules = [importlib.import_module(f"{package.__name__}.{file}") for file in files]
-    return {family: entry for module in modules for family, entry in getattr(module, name, {}).items()}
+@cache
+def _table(file: str, name: str) -> Mapping[str, Any]:
+    return getattr(importlib.import_module(f"shardformer.policies.plans.tables.{file}"), name, {})
+
+
+def entry_of(name: str, family: str | None) -> Any:
+    """Return the entry of a family in the tables called `name`, importing only its file; None without one."""
+    files = (file for file, families in FILES.items() if family in families.split())
+    return next((entry for file in files if (entry := _table(file, name).get(family)) is not None), None)
 
 
 @cache
-def declared_plans() -> dict[str, DeclaredPlan]:
-    """Return the plan of each transformers family that has one in this package: the tables `PLANS`."""
-    return tables_of("PLANS")
+def declared_plan(family: str | None) -> Plan | None:
+    """Return the plan of a transformers family that is written in this package: of the tables `PLANS`."""
+    found = entry_of("PLANS", family)
+    return (
+        None
+        if found is None
+        else replace(found, origin=Origin.TRANSFORMERS if found.styles is None else Origin.DECLARED)
+    )
+
+
+def declared_plans() -> dict[str, Plan]:
+    """Return all plans that are written in this package, by family; it imports all of their files."""
+    return {family: plan for file in FILES for family, plan in _table(file, "PLANS").items()}
 
 
 @cache
-def declared_head_losses() -> dict[str, HeadLosses]:
-    """Return the losses of the heads of each family: of its plan, or of the tables `HEAD_LOSSES` if it has none.
+def derived_line(file: str, family: str | None) -> dict[str, Any] | None:
+    """Return the row of a family in a JSON file of `plans/tables`, which has one line for each."""
+    start = f'"{family}": '
+    with (Path(__file__).parent / "tables" / file).open(encoding="utf-8") as lines:
+        found = next((line for line in lines if line.startswith(start)), None)
+    return None if found is None else json.loads(found[len(start) :].rstrip().removesuffix(","))
 
-    The heads of a family with a plan in this package compute the usual losses, unless its plan declares others.
+
+@cache
+def families_in(file: str) -> tuple[str, ...]:
+    """Return the families of a JSON file of `plans/tables`."""
+    return tuple(json.loads((Path(__file__).parent / "tables" / file).read_text(encoding="utf-8")))
+
+
+@cache
+def proposed_plan(family: str | None) -> Plan | None:
+    """Return the plan of a family that was derived from its models and verified; None if it has none.
+
+    A family without styles has nothing that tensor parallelism could cut exactly (convolutions and their batch norms):
+    every rank computes all of it. A class without `stages` cannot be split, or not exactly. The forward of a class in
+    `losses` computes a loss itself: the usual one of its kind, a mean over its labels, or a sum.
     """
-    of_plans = {family: {**USUAL_HEAD_LOSSES, **plan.head_losses} for family, plan in declared_plans().items()}
-    derived = {family: plan.head_losses for family, plan in proposed_plans().items() if plan.head_losses}
-    known = {**tables_of("HEAD_LOSSES"), **of_plans}
-    return known | {family: {**losses, **known.get(family, {})} for family, losses in derived.items()}
+    found = derived_line("proposed.json", family)
+    if found is None:
+        return None
+    return Plan(
+        found["styles"],
+        {path: tuple(names) for path, names in found["local"].items()},
+        cut_vocabulary=found["cut_vocabulary"],
+        whole_logits=found["whole_logits"],
+        execution={name: ExecutionOrder.from_dict(order) for name, order in found.get("stages", {}).items()},
+        pipelined=False,
+        head_losses={name: head_loss_of_kind(name, kind) for name, kind in found.get("losses", {}).items()},
+        origin=Origin.DERIVED,
+    )
 
 
-def declared_plan_of(cls: type) -> DeclaredPlan | None:
+def proposed_plans() -> dict[str, Plan]:
+    """Return all plans that were derived from models, by family."""
+    return {family: proposed_plan(family) for family in families_in("proposed.json")}
+
+
+def declared_plan_of(cls: type) -> Plan | None:
     """Return the plan of the family that a transformers model class belongs to; None if it has none."""
-    return declared_plans().get(family_of(cls))
+    return declared_plan(family_of(cls))
 
 
-@cache
-def proposed_plans() -> dict[str, DeclaredPlan]:
-    """Return the plans that were derived from the models: the tables `PROPOSED`."""
-    return tables_of("PROPOSED")
-
-
-def proposed_plan_of(cls: type) -> DeclaredPlan | None:
+def proposed_plan_of(cls: type) -> Plan | None:
     """Return the derived plan of the family that a transformers model class belongs to; None if it has none."""
-    return proposed_plans().get(family_of(cls))
-
-
-def is_shipped(plan: DeclaredPlan | None) -> bool:
-    """Return whether a plan is one of this package, or None, that of transformers; others are the user's own."""
-    return plan is None or plan in (*declared_plans().values(), *proposed_plans().values())
+    return proposed_plan(family_of(cls))
 
 
 @cache
@@ -400,8 +453,14 @@ def divides_sequences(cls: type, way: str) -> bool:
 
 
 def declared_head_losses_of(cls: type) -> HeadLosses:
-    """Return the declared losses of the heads of the family that a transformers model class belongs to."""
-    return declared_head_losses().get(family_of(cls), {})
+    """Return the declared losses of the heads of the family that a transformers model class belongs to.
+
+    The heads of a family with a plan in this package compute the usual losses, unless its plan declares others.
+    """
+    family = family_of(cls)
+    plan, derived = declared_plan(family), proposed_plan(family)
+    own = entry_of("HEAD_LOSSES", family) if plan is None else {**USUAL_HEAD_LOSSES, **plan.head_losses}
+    return {**(derived.head_losses if derived is not None else {}), **(own or {})}
 
 
 def family_of(cls: type) -> str | None:

@@ -9,6 +9,7 @@ their own, or share the only one: each computes a part of its B and C, and all g
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch.distributed import ProcessGroup
 from shardformer.distributed.collectives import copy_to_region
 from shardformer.layers import ColumnParallelLinear, GatedRMSNorm, RowParallelLinear, StateSpaceProjection
 from shardformer.policies.base import PartChange, SubModuleReplacementDescription
+from shardformer.policies.mixers.mixer import Mixer
 from shardformer.policies.module_edits import shard_channels, shard_own_parameter, sum_gradient_of_parameter
 from shardformer.quantised import is_quantised
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part, ShardSpec
-from shardformer.utils.module_paths import alias_buffers, alias_parameters, join, starred
+from shardformer.utils.module_paths import alias_buffers, alias_parameters
 
 _STATES = {"in_proj", "conv1d", "A_log", "D", "out_proj"}
 _MAMBA, _MAMBA_2 = _STATES | {"x_proj", "dt_proj"}, _STATES | {"dt_bias"}
@@ -32,50 +34,46 @@ _NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}  # of what ranks share
 _COUNTS = ("intermediate_size", "conv_dim", "num_heads", "n_groups", "ssm_state_size")
 
 
-def is_state_space(module: nn.Module) -> bool:
-    """Return whether a module is the mixer of Mamba or Mamba-2, as transformers writes them."""
-    return _is_mamba(module) or _is_mamba_2(module)
+class StateSpace(Mixer):
+    """The rule of the mixers of Mamba and Mamba-2, as transformers writes them."""
 
+    def parts(self, module: nn.Module) -> Collection[str]:
+        """Return the names of the parts that have parameters."""
+        return sorted(_parts(module)) if _is_mamba(module) or _is_mamba_2(module) else ()
 
-def state_space_styles(model: nn.Module, style: str) -> dict[str, str]:
-    """Return `style` for each part of state spaces, by its path with `*` for numbers."""
-    found = ((path, module) for path, module in model.named_modules() if is_state_space(module))
-    return {starred(join(path, name)): style for path, module in found for name in _parts(module)}
+    def local_counts(self, owner: nn.Module, config: ShardConfig) -> dict[str, int]:
+        """Return a rank's counts of heads and features; empty if it has all, or for another module."""
+        if not self.parts(owner) or not _divides(owner, config):
+            return {}
+        counts = {"intermediate_size": owner.intermediate_size // config.tensor_parallel_size}
+        if _is_mamba_2(owner):
+            counts["num_heads"] = owner.num_heads // config.tensor_parallel_size
+            counts["n_groups"] = max(owner.n_groups // config.tensor_parallel_size, 1)
+            counts["conv_dim"] = counts["intermediate_size"] + 2 * counts["n_groups"] * owner.ssm_state_size
+        return counts
 
-
-def local_counts(owner: nn.Module, config: ShardConfig) -> dict[str, int]:
-    """Return a rank's counts of heads and features of a state space; empty if it has all, or for another module."""
-    if not is_state_space(owner) or not _divides(owner, config):
-        return {}
-    counts = {"intermediate_size": owner.intermediate_size // config.tensor_parallel_size}
-    if _is_mamba_2(owner):
-        counts["num_heads"] = owner.num_heads // config.tensor_parallel_size
-        counts["n_groups"] = max(owner.n_groups // config.tensor_parallel_size, 1)
-        counts["conv_dim"] = counts["intermediate_size"] + 2 * counts["n_groups"] * owner.ssm_state_size
-    return counts
-
-
-def change_of(owner: nn.Module, name: str, config: ShardConfig) -> PartChange | None:
-    """Return how a part of a state space is sharded; None if every rank has all of it."""
-    if not _divides(owner, config):
-        return None
-    shares = _is_mamba_2(owner) and owner.n_groups < config.tensor_parallel_size
-    if name == "in_proj":
-        target = StateSpaceProjection if shares else ColumnParallelLinear
-        return SubModuleReplacementDescription(name, target, {"parts": _projected(owner, shares)})
-    if name in ("x_proj", "out_proj"):
-        return SubModuleReplacementDescription(name, RowParallelLinear, {})
-    # Up to transformers 5.22 the norms of Mamba-2, Bamba and Granite 4 go over all groups.
-    if name == "norm" and (shares or not any(hasattr(owner.norm, count) for count in ("group_size", "n_groups"))):
-        return SubModuleReplacementDescription(name, GatedRMSNorm, {})
-    if name in _NORMS:
-        return SubModuleReplacementDescription(name, None, partial_gradient=True)
-    if name == "conv1d":
-        return partial(_cut_convolution, parts=_projected(owner, shares), shares=shares, group=config.group)
-    if name in ("norm", "dt_proj"):
-        return partial(_cut_norm if name == "norm" else _cut_time_steps, group=config.group)
-    dims = getattr(owner, name).dim()
-    return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=config.group)
+    def change(self, policy: Any, owner: nn.Module, name: str) -> PartChange | None:
+        """Return how a part is sharded; None if every rank has all of it."""
+        config = policy.shard_config
+        if not _divides(owner, config):
+            return None
+        shares = _is_mamba_2(owner) and owner.n_groups < config.tensor_parallel_size
+        if name == "in_proj":
+            target = StateSpaceProjection if shares else ColumnParallelLinear
+            return SubModuleReplacementDescription(name, target, {"parts": _projected(owner, shares)})
+        if name in ("x_proj", "out_proj"):
+            return SubModuleReplacementDescription(name, RowParallelLinear, {})
+        # Up to transformers 5.22 the norms of Mamba-2, Bamba and Granite 4 go over all groups.
+        if name == "norm" and (shares or not any(hasattr(owner.norm, count) for count in ("group_size", "n_groups"))):
+            return SubModuleReplacementDescription(name, GatedRMSNorm, {})
+        if name in _NORMS:
+            return SubModuleReplacementDescription(name, None, partial_gradient=True)
+        if name == "conv1d":
+            return partial(_cut_convolution, parts=_projected(owner, shares), shares=shares, group=config.group)
+        if name in ("norm", "dt_proj"):
+            return partial(_cut_norm if name == "norm" else _cut_time_steps, group=config.group)
+        dims = getattr(owner, name).dim()
+        return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=config.group)
 
 
 def _is_mamba(module: nn.Module) -> bool:

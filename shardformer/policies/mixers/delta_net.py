@@ -7,18 +7,19 @@ blocks the delta rule does not read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.policies.base import PartChange, SubModuleReplacementDescription
+from shardformer.policies.mixers.mixer import Mixer
 from shardformer.policies.module_edits import shard_channels, shard_own_parameter
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part
-from shardformer.utils.module_paths import join, starred
 
 _COLUMN, _PARTS, _ROW, _CHANNELS, _HEADS, _NORM, _WHOLE = "column", "parts", "row", "channels", "heads", "norm", "whole"
 
@@ -81,18 +82,24 @@ def form_of(module: nn.Module) -> Form | None:
     return next((form for form in fitting if all(hasattr(module, name) for name in form.heads + form.features)), None)
 
 
-def delta_net_styles(model: nn.Module, style: str) -> dict[str, str]:
-    """Return `style` for each part of delta nets, by its path with `*` for numbers."""
-    nets = ((path, form) for path, module in model.named_modules() if (form := form_of(module)) is not None)
-    return {starred(join(path, name)): style for path, form in nets for name in form.roles}
+class DeltaNet(Mixer):
+    """The rule of delta nets."""
 
+    def parts(self, module: nn.Module) -> Collection[str]:
+        """Return the names of its modules and parameters."""
+        form = form_of(module)
+        return () if form is None else form.roles
 
-def local_counts(owner: nn.Module, config: ShardConfig) -> dict[str, int]:
-    """Return a rank's counts of heads and features of a delta net; empty if it has all, or for another module."""
-    form, size = form_of(owner), config.tensor_parallel_size
-    if form is None or not _divides(owner, form, config):
-        return {}
-    return {name: getattr(owner, name) // size for name in form.heads + form.features}
+    def local_counts(self, owner: nn.Module, config: ShardConfig) -> dict[str, int]:
+        """Return a rank's counts of heads and features; empty if it has all, or for another module."""
+        form, size = form_of(owner), config.tensor_parallel_size
+        if form is None or not _divides(owner, form, config):
+            return {}
+        return {name: getattr(owner, name) // size for name in form.heads + form.features}
+
+    def change(self, policy: Any, owner: nn.Module, name: str) -> PartChange | None:
+        """Return how a part is sharded; None if every rank has all of it."""
+        return change_of(owner, name, policy.shard_config)
 
 
 def change_of(owner: nn.Module, name: str, config: ShardConfig) -> PartChange | None:

@@ -1,0 +1,76 @@
+"""`resolve(model)`: how a model is cut, part by part, and who says so.
+
+What comes first: a policy, a TPInfo, slots or a derived plan that the user gives; `sharding_dim`; and what `registry`
+finds for the model's class. All of them are policies, and end in one table that `ModelSharder` applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardformer.policies.backbone import BackbonePolicy
+from shardformer.policies.base import Origin, PlanEntry, Policy
+from shardformer.policies.proposed.plan import ProposedPolicy
+from shardformer.policies.registry import policy_for
+from shardformer.policies.user.base import UniformPolicy
+from shardformer.policies.user.slots import SlotPolicyAdapter
+from shardformer.policies.user.tp_info import TPInfoPolicy
+from shardformer.shard_config import ShardConfig
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """How a model is cut under some options.
+
+    Attributes:
+        origin: who wrote the policy.
+        entries: part of the model -> its style, and who says so. A part is a path with `*` for numbers, or one below
+            the class of its module; parts that no entry names are whole on every rank.
+    """
+
+    origin: Origin
+    entries: Mapping[str, PlanEntry]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.entries), default=0)
+        return "\n".join(f"{path:{width}}  {it.style}: {it.origin.value}" for path, it in self.entries.items())
+
+
+def resolve(model: nn.Module, shard_config: ShardConfig | None = None, policy: Policy | None = None) -> ResolvedPlan:
+    """Return how a model is cut; the model is not changed.
+
+    Args:
+        policy: the user's; None looks it up by the model's class.
+
+    Raises:
+        ValueError: no policy is known.
+    """
+    config = shard_config or ShardConfig()
+    found = policy_of(model, config, policy)
+    found.set_model(model)
+    found.set_shard_config(config)
+    return ResolvedPlan(found.origin, found.entries())
+
+
+def policy_of(model: nn.Module, config: ShardConfig, given: Policy | None) -> Policy:
+    """Return the policy of the model's family, or a `UniformPolicy` if `sharding_dim` is set.
+
+    Args:
+        given: the user's policy; a `TPInfo`, slots or a derived plan may leave models of transformers, or how to cut
+            them into stages, to their own policies.
+
+    Raises:
+        ValueError: no policy is known.
+    """
+    is_ordered = isinstance(given, ProposedPolicy) and given.declared.execution
+    if isinstance(given, TPInfoPolicy | SlotPolicyAdapter | ProposedPolicy) and not is_ordered:
+        with suppress(ValueError):
+            found = policy_for(model)
+            return BackbonePolicy(policy_for, given) if isinstance(found, BackbonePolicy) else given
+    if given is not None:
+        return given
+    return policy_for(model) if config.sharding_dim is None else UniformPolicy(config.sharding_dim)
