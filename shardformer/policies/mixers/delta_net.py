@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.policies.base import PartChange, SubModuleReplacementDescription
-from shardformer.policies.mixers.mixer import Mixer
+from shardformer.policies.mixers.mixer import HeadCounts, Mixer
 from shardformer.policies.module_edits import shard_channels, shard_own_parameter
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part
@@ -97,7 +96,7 @@ class DeltaNet(Mixer):
             return {}
         return {name: getattr(owner, name) // size for name in form.heads + form.features}
 
-    def change(self, policy: Any, owner: nn.Module, name: str) -> PartChange | None:
+    def change(self, policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | None:
         """Return how a part is sharded; None if every rank has all of it."""
         return change_of(owner, name, policy.shard_config)
 

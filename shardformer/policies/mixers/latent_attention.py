@@ -6,12 +6,11 @@ So they stay where `tp_size` does not divide them, and with `reproducible=True`,
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import nn
 
 from shardformer.policies.feature_counts import HEAD_COUNTS, names_read
-from shardformer.policies.mixers.mixer import Mixer
+from shardformer.policies.mixers.mixer import HeadCounts, Mixer
 
 # Projections to and from heads are cut; those to the compressed states, and their norms, are not.
 _STYLES = {
@@ -33,7 +32,7 @@ class LatentAttention(Mixer):
         """Return the names of the parts that depend on heads."""
         return [name for name in _STYLES if getattr(module, name, None) is not None] if _is_plain(module) else ()
 
-    def change(self, policy: Any, owner: nn.Module, name: str) -> str:
+    def change(self, policy: HeadCounts, owner: nn.Module, name: str) -> str:
         """Return the style of a part under these options."""
         config = policy.shard_config
         is_cut = owner.num_heads % config.tensor_parallel_size == 0 and not config.computes_in_blocks

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from shardformer.distributed.collectives import copy_to_region
 from shardformer.layers import ColumnParallelLinear, GatedRMSNorm, RowParallelLinear, StateSpaceProjection
 from shardformer.policies.base import PartChange, SubModuleReplacementDescription
-from shardformer.policies.mixers.mixer import Mixer
+from shardformer.policies.mixers.mixer import HeadCounts, Mixer
 from shardformer.policies.module_edits import shard_channels, shard_own_parameter, sum_gradient_of_parameter
 from shardformer.quantised import is_quantised
 from shardformer.shard_config import ShardConfig
@@ -52,7 +52,7 @@ class StateSpace(Mixer):
             counts["conv_dim"] = counts["intermediate_size"] + 2 * counts["n_groups"] * owner.ssm_state_size
         return counts
 
-    def change(self, policy: Any, owner: nn.Module, name: str) -> PartChange | None:
+    def change(self, policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | None:
         """Return how a part is sharded; None if every rank has all of it."""
         config = policy.shard_config
         if not _divides(owner, config):

@@ -8,20 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardformer.layers.linear import out_features
 from shardformer.matmul.native import is_linear
 from shardformer.policies.feature_counts import HEAD_NORM
+from shardformer.policies.mixers import HeadCounts
 from shardformer.policies.plans.plan import Plan, derived_line, ends_in, families_in, family_of, lookup
 from shardformer.policies.plans.styles import fused_parts
 from shardformer.stages.stage import StagePlaceholder
 from shardformer.utils.module_paths import join, starred
-
-if TYPE_CHECKING:
-    from shardformer.policies.plans.styles import HeadCounts
 
 COLUMNS, ROWS = {"colwise", "fused_colwise", "packed_colwise"}, {"rowwise", "packed_rowwise"}
 # Tables of tokens that are not the vocabulary of the head, and experts in front of a norm.

@@ -7,8 +7,8 @@ names the layer list, and modules are assumed to run in the order in which they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -18,9 +18,7 @@ from shardformer.attention.packed_mixers import token_mixers
 from shardformer.attention.registry import PARAMETER
 from shardformer.expert_parallel.experts import expert_modules
 from shardformer.layers import (
-    ColumnParallelLinear,
     GatheredLMHead,
-    RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLMHead,
 )
@@ -33,19 +31,12 @@ from shardformer.policies.base import (
 )
 from shardformer.policies.feature_counts import (
     HEAD_COUNTS,
-    HEAD_NORM,
     attends,
     functions_of_all_features,
     is_attention,
     text_config,
 )
-from shardformer.policies.mixers import RULES, local_counts
-from shardformer.policies.module_edits import (
-    has_norms_of_heads,
-    read_norms_of_heads,
-    shard_weights_of_heads,
-    share_feature_statistics,
-)
+from shardformer.policies.mixers import RULES
 from shardformer.policies.plans.completion import COLUMNS, ROWS, completion_of, norms_all_heads
 from shardformer.policies.plans.plan import (
     Plan,
@@ -340,13 +331,10 @@ class PlanPolicy(Policy):
                 description.attribute_replacement["attention_is_replicated"] = True
         for path, description in table.items():
             owner = self.model.get_submodule(path)
-            description.attribute_replacement |= self._local_groups(owner) | local_counts(owner, self.shard_config)
+            for rule in RULES:
+                rule.complete(self, path, owner, description)
             for plan in filter(None, (self.completion, self.declared)):
                 description.attribute_replacement.update(plan.local_values(path, owner, self.tp_size))
-            description.sub_module_replacement += self._learned_activations(owner, description)
-            description.sub_module_replacement += self._head_norms(path, owner)
-            description.param_replacement += self._norms_by_head(path, owner)
-            description.param_replacement += self._feature_statistics(owner, description)
         return table
 
     def _planned(self) -> list[tuple[str, nn.Module, str]]:
@@ -374,7 +362,7 @@ class PlanPolicy(Policy):
     def _mixes_features(self, path: str, owner: nn.Module) -> bool:
         """Return whether a feed-forward stays whole: between its columns and rows it takes a function of all features.
 
-        That of Gemma 3n is known, see `_feature_statistics`.
+        That of Gemma 3n is known, see `FeedForward`.
         """
         parts = (*dict(owner.named_children()), *owner._parameters)
         styles = {self.plan.get(starred(join(path, name))) for name in parts}
@@ -420,60 +408,6 @@ class PlanPolicy(Policy):
         """Whether the model processes the full logits (adds a bias to them)."""
         return hasattr(self.model, "final_logits_bias") or (self.declared is not None and self.declared.whole_logits)
 
-    def _learned_activations(
-        self, owner: nn.Module, description: ModulePolicyDescription
-    ) -> list[SubModuleReplacementDescription]:
-        """Return activations with parameters between column- and row-parallel layers: gradients are partial.
-
-        Each rank applies such an activation to its own features only.
-        """
-        targets = {replacement.target_module for replacement in description.sub_module_replacement}
-        if not {ColumnParallelLinear, RowParallelLinear} <= targets:
-            return []
-        names = [
-            name for name, child in owner.named_children() if "act" in name and any(True for _ in child.parameters())
-        ]
-        return [SubModuleReplacementDescription(name, None, partial_gradient=True) for name in names]
-
-    def _head_norms(self, path: str, owner: nn.Module) -> list[SubModuleReplacementDescription]:
-        """Return norms of heads missing in the plan: parameters are replicated, but see only a rank's own heads."""
-        head_dim = getattr(owner, "head_dim", None)
-        return [
-            SubModuleReplacementDescription(name, None, partial_gradient=True)
-            for name, norm in self._forgotten_norms(path, owner)
-            if all(param.numel() == head_dim for param in norm.parameters())
-        ]
-
-    def _norms_by_head(self, path: str, owner: nn.Module) -> list[Callable[[nn.Module], None]]:
-        """Return changes that give each rank the norms of its heads: weights [heads, head_dim], or a list of norms."""
-        head_dim, changes = getattr(owner, "head_dim", None), []
-        for name, norm in self._forgotten_norms(path, owner):
-            if all(param.dim() == 2 and param.shape[1] == head_dim for param in norm.parameters()):
-                changes.append(partial(shard_weights_of_heads, name=name, group=self.shard_config.group))
-            elif has_norms_of_heads(norm) and self.tp_size > 1:
-                changes.append(partial(read_norms_of_heads, name=name, group=self.shard_config.group))
-        return changes
-
-    def _feature_statistics(
-        self, owner: nn.Module, description: ModulePolicyDescription
-    ) -> list[Callable[[nn.Module], None]]:
-        """Return the change of a feed-forward whose activation depends on all of its features."""
-        targets = {replacement.target_module for replacement in description.sub_module_replacement}
-        if self.tp_size == 1 or ColumnParallelLinear not in targets or not hasattr(owner, "_gaussian_topk"):
-            return []
-        return [partial(share_feature_statistics, group=self.shard_config.group)]
-
-    def _forgotten_norms(self, path: str, owner: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return (name, norm) of head norms after column-parallel projections that the plan does not name."""
-        if self.plan.get(starred(join(path, "q_proj"))) != "colwise":
-            return []
-        found = [(name, norm) for name, norm in owner.named_children() if any(True for _ in norm.parameters())]
-        return [
-            (name, norm)
-            for name, norm in found
-            if HEAD_NORM.fullmatch(name) and starred(join(path, name)) not in self.plan
-        ]
-
     def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
         """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
         if not is_attention(owner) and not attends(owner):
@@ -509,23 +443,6 @@ class PlanPolicy(Policy):
             if not is_shared_out and not is_copied:
                 problems[count] = f"tp_size={self.tp_size} does not divide the {count} heads of '{path}.{name}'"
         return [f"{problem}; use {divisors_phrase(count)}" for count, problem in problems.items()]
-
-    def _local_groups(self, owner: nn.Module) -> dict[str, int]:
-        """Return the local number of query heads per key/value head if key/value heads are copied; else nothing."""
-        groups, path = getattr(owner, "num_key_value_groups", None), path_of(self.model, owner)
-        # A part of an attention may count them as well (NeoMME).
-        paths = [each for each in (path, path.rpartition(".")[0]) if self.plan.get(starred(join(each, "k_proj")))]
-        if not isinstance(groups, int) or not paths or self.plan[starred(join(paths[0], "k_proj"))] != "colwise":
-            return {}
-        owner = self.model.get_submodule(paths[0])
-        key = getattr(owner, "k_proj", None)
-        if key is None:  # the layer reads the keys and values of an earlier one
-            kv_heads = self.model.config.get_text_config().num_attention_heads // groups
-        else:
-            kv_heads = self.heads_of(owner, "k_proj", key.out_features)
-        if kv_heads is None or kv_heads % self.tp_size == 0:
-            return {}
-        return {"num_key_value_groups": groups * kv_heads // self.tp_size}
 
 
 def _asked(model: nn.Module, getter: str) -> nn.Module | None:

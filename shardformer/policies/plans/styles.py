@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from torch import nn
 
@@ -13,7 +12,7 @@ from shardformer.distributed.random import draw_per_rank
 from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear, VocabParallelEmbedding
 from shardformer.layers.linear import in_features, out_features
 from shardformer.policies.base import PartChange, SubModuleReplacementDescription
-from shardformer.policies.mixers import MIXER, rule_of
+from shardformer.policies.mixers import MIXER, HeadCounts, rule_of
 from shardformer.policies.module_edits import (
     divide_bias_of_partial_sums,
     drop_behind_activation,
@@ -28,24 +27,8 @@ from shardformer.policies.module_edits import (
     sum_gradient_of_rotary_part,
     use_local_biases,
 )
-from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part
 from shardformer.utils.module_paths import join, path_of, starred
-
-
-class HeadCounts(Protocol):
-    """The part of a policy that styles read."""
-
-    model: nn.Module
-    shard_config: ShardConfig
-
-    @property
-    def tp_size(self) -> int:
-        """Number of ranks that each weight is sharded over."""
-
-    def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
-        """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
-
 
 Style = Callable[[HeadCounts, nn.Module, str], PartChange | None]
 

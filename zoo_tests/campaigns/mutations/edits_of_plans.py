@@ -36,13 +36,13 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         (f"{_SWITCHES}[StableLmForCausalLM-switches0-layouts0]",),
     ),
     "norms of heads with a bias get the gradients of one rank's heads": Edit(
-        "shardformer.policies.plans.policy",
+        "shardformer.policies.mixers.attention",
         "if all(param.numel() == head_dim for param in norm.parameters())",
         "if [param.numel() for param in norm.parameters()] == [head_dim]",
         (f"{_SWITCHES}[PhiForCausalLM-switches2-layouts2]",),
     ),
     "the cut-off of a sparse activation is that of a rank's features": Edit(
-        "shardformer.policies.plans.policy",
+        "shardformer.policies.mixers.feed_forward",
         'or not hasattr(owner, "_gaussian_topk"):',
         "or True:",
         (f"{_SWITCHES}[Gemma3nForCausalLM-switches4-layouts4]",),
