@@ -28,8 +28,8 @@ from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
-from plugins.hybrid_parallel.zero.comm.collectives import P2PCollectives, ZeroCollectives
-from plugins.hybrid_parallel.zero.comm.hierarchical import HierarchicalCollectives
+from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
+from plugins.hybrid_parallel.zero.collectives.p2p import HierarchicalCollectives, P2PCollectives
 
 _CPU = torch.device("cpu")
 _NUMBERS = 2**20  # of the buffer that is reduced: 4 MiB

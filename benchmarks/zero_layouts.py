@@ -12,7 +12,7 @@ from unittest import mock
 from benchmarks.harness import run_ranks, table
 from benchmarks.zero_stages import COLUMNS, compared, model_and_batch, note, sizes
 from benchmarks.zero_systems import STAGES
-from plugins.hybrid_parallel.zero.comm import collectives
+from plugins.hybrid_parallel.zero.collectives import shared_memory
 
 PAIRS = (
     ("ours, tp2, stage 2", "FSDP2 + DTensor tp2, reshard_after_forward=False"),
@@ -29,7 +29,7 @@ def received(name: str, layers: int) -> float:
 
     whole, batch = model_and_batch("Llama", layers, dist.get_world_size(), dist.get_rank())
     size = sum(param.numel() * param.element_size() for param in whole.parameters())
-    step, count, windows = STAGES[name](whole), 0, collectives._windows
+    step, count, windows = STAGES[name](whole), 0, shared_memory._windows
 
     def counted(*arguments: Any) -> Iterator[Any]:
         nonlocal count
@@ -38,7 +38,7 @@ def received(name: str, layers: int) -> float:
             yield part, window
 
     step(batch)
-    with mock.patch.object(collectives, "_windows", counted):
+    with mock.patch.object(shared_memory, "_windows", counted):
         step(batch)
     return count / size
 

@@ -32,14 +32,14 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, announce
 from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
 from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_optimizer
 from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas, share_of_counted
+from plugins.hybrid_parallel.loss.backward_checks import LabelCounts, check_weights_in_loss, refuse_backward
 from plugins.hybrid_parallel.loss.replica_losses import LossKind, loss_and_count, over_replicas
 from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
 from plugins.hybrid_parallel.setup.optimizer import build_trained
 from plugins.hybrid_parallel.step.execute_pipeline import run_batch
 from plugins.hybrid_parallel.step.user_loop import agree
-from plugins.hybrid_parallel.zero.backward_checks import LabelCounts, check_weights_in_loss, refuse_backward
-from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients, counting
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.zero.reducer import counting
 from shardformer.attention import log_once
 from shardformer.utils.freed_memory import return_freed_memory
 
@@ -251,10 +251,10 @@ class HybridParallelPlugin(Plugin):
         with ExitStack() as stack:
             stack.enter_context(naming_ranks())
             self._compare_ranks(optimizer)
-            stack.enter_context(accepting_gradients(optimizer.peers))
             others = self._optimizers_besides(optimizer)
-            stack.enter_context(accepting_gradients(others, optimizer.loss_scale.value))
-            counts = stack.enter_context(counting(optimizer.peers, others, count))
+            for each in (*optimizer.peers, *others):
+                stack.enter_context(each.accepting_gradients(optimizer.loss_scale.value if each in others else None))
+            counts = stack.enter_context(counting(reducers, [each.reducer for each in others], count))
             for model in self._live_models():
                 stack.enter_context(model.user_loop.losses.of(kind))
             scale, num_replicas = optimizer.loss_scale.value, self.grid.size(DP_CP)

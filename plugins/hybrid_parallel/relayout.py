@@ -135,7 +135,7 @@ def _release_shared_memory(model: HybridParallelModel) -> None:
     """Give back the memory of the present layout that the ranks of a machine share, which outlives its tensors."""
     for bucket in (bucket for optimizer in model.optimizers for bucket in optimizer.buckets):
         flat, exchange = bucket.flat if bucket.sharded is None else bucket.sharded.shard, bucket.options.exchange
-        if (bucket.sharded is None or exchange.shard_file is None) and not flat.untyped_storage().resizable():
+        if (bucket.sharded is None or exchange.shard_memory is None) and not flat.untyped_storage().resizable():
             exchange.release(flat)
 
 

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.live_bytes import LiveBytes
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.offload.paged_file import PagedFile
-from plugins.hybrid_parallel.zero.comm.collectives import SharedMemoryCollectives
-from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
+from plugins.hybrid_parallel.zero.bucket_layout import GradBufferPool
+from plugins.hybrid_parallel.zero.collectives.shared_memory import SharedMemoryCollectives
 from zoo_tests.harness.measured_memory import memory_of, sharded_members
 
 
@@ -103,7 +103,7 @@ class CountedBytes(LiveBytes):
     def take(self, pool: GradBufferPool, size: int, *rest: Any, native: Callable[..., Tensor]) -> Tensor:
         """Count a buffer of gradients."""
         flat = native(pool, size, *rest)
-        if isinstance(pool._exchange, SharedMemoryCollectives):
+        if isinstance(pool._memory, SharedMemoryCollectives):
             place = flat.data_ptr()
             self._touched[place] = max(self._touched.get(place, 0), flat.nbytes)
         return flat

@@ -20,7 +20,7 @@ from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.rank_memory import StaticMemory
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer, finish_model
-from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
+from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
 from shardformer.utils.module_paths import names_of_parameters
 
 
@@ -60,7 +60,8 @@ def static_memory(
             for index, param in enumerate(bucket.params):
                 bucket.accumulate(index, torch.empty(param.shape, dtype=param.dtype, device="meta"))
             bucket.launch()
-            bucket.finish(set(range(len(bucket.params))), None)
+            bucket.complete(None)
+            bucket.keep(set(range(len(bucket.params))))
             bucket.assign_grads(None)
         optim.step()
         return memory_of(built.model)

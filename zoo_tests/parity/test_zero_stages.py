@@ -1,7 +1,7 @@
 """ZeRO stages and `zero_size`: the same numbers as plain training, whatever ranks keep of gradients and states.
 
 What breaks here first: a pass whose shard is lost or counted twice
-(`plugins/hybrid_parallel/zero/backward_checks.py`), and copies of a shard that differ.
+(`plugins/hybrid_parallel/zero/reducer.py`), and copies of a shard that differ.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_a_rank_has_the_layers_in_flight_and_no_more(apart: bool, checkpointing:
 
 def _apart() -> Any:
     """As if every rank were on a machine of its own: gathers are messages."""
-    return mock.patch("plugins.hybrid_parallel.zero.comm.hierarchical.meet_neighbours", lambda group: None)
+    return mock.patch("plugins.hybrid_parallel.zero.collectives.meet_neighbours", lambda group: None)
 
 
 def _train_by_messages(case: Case, directory: Path) -> Any:

@@ -26,6 +26,7 @@ from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.trace import StepTrace
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
+from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.contrastive import compares_samples
 from plugins.hybrid_parallel.loss.replica_losses import off_inputs
@@ -48,12 +49,10 @@ from plugins.hybrid_parallel.step.outputs import (
 )
 from plugins.hybrid_parallel.step.passes import AroundPass, Pass, PassKind, in_pass
 from plugins.hybrid_parallel.step.user_loop import UserLoop, empty_share
-from plugins.hybrid_parallel.zero.backward_checks import refuse_backward
-from plugins.hybrid_parallel.zero.gathers import ParameterGathers
-from plugins.hybrid_parallel.zero.grouping import TiedParameter
-from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
+from plugins.hybrid_parallel.zero.grouping import TiedParameter, check_tied
+from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
-from plugins.hybrid_parallel.zero.step import check_tied
+from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.distributed.random import SharedStream

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.guards import GuardedModel, refuse_traced_call
-from plugins.hybrid_parallel.zero.gradient_hooks import hooked_names
+from plugins.hybrid_parallel.zero.reducer import hooked_names
 from shardformer.lazy import empty_copy
 from shardformer.peft.layer_checks import FileNames, file_names
 from shardformer.quantised import is_quantised

@@ -69,7 +69,7 @@ def refuse_or_skip(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: H
     """
     findings = first_findings(optimizer, trace, mesh)
     text = report(optimizer, findings, trace.watch is not None)
-    if optimizer.nonfinite == "raise" or any(found.kind == WEIGHT for found in findings):
+    if optimizer.options.nonfinite == "raise" or any(found.kind == WEIGHT for found in findings):
         raise NonFiniteError(text)
     if torch.distributed.get_rank() == 0:
         _logger.warning("skipped: %s", text)

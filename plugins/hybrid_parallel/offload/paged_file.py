@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.comm.local_peers import SharedSegment
+from plugins.hybrid_parallel.zero.collectives.shared_memory import SharedSegment
 
 # Bytes that may wait to be written. A memory cgroup counts pages as used until they are on the disk: without a limit, a
 # rank that computes faster than its disk writes would be killed although it needs little memory.

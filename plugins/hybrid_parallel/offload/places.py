@@ -18,11 +18,10 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
 from plugins.hybrid_parallel.offload.activations import OffloadedActivations, activation_store, check_layers
 from plugins.hybrid_parallel.offload.paged_file import PagedFile, open_unnamed
-from plugins.hybrid_parallel.offload.stores import FileMemory, HostMemory, HostSegment, Store
+from plugins.hybrid_parallel.offload.stores import FileMemory, HostMemory, Store
 from plugins.hybrid_parallel.zero.bucket_layout import StateMemory, Storage
-from plugins.hybrid_parallel.zero.comm.local_peers import SharedSegment
-from plugins.hybrid_parallel.zero.gathers import is_sharded
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
+from plugins.hybrid_parallel.zero.stage3 import is_sharded
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel
@@ -112,9 +111,9 @@ class OffloadedStates(Storage):
             size += param.numel() * updated.itemsize  # its gradient
             size += param.numel() * own.itemsize * (own != param.dtype)
             size += param.numel() * own.itemsize * 2 * (type(optim).__name__ in _TWO_STATES)
-        return FileMemory(self._open(directory, "offload_optimizer", size))
+        return self._open(directory, "offload_optimizer", size)
 
-    def of_shards(self, params: Sequence[nn.Parameter]) -> SharedSegment | None:
+    def of_shards(self, params: Sequence[nn.Parameter]) -> StateMemory | None:
         """Return the memory of shards of parameters, None if they are on their device; all ranks must call this.
 
         Args:
@@ -126,11 +125,11 @@ class OffloadedStates(Storage):
         place = self._config.offload.offload_parameters
         directory = directory_of(place)
         if directory is None:
-            return HostSegment() if place is not None and self._mesh.device.type == "cuda" else None
+            return HostMemory() if place is not None and self._mesh.device.type == "cuda" else None
         size = sum(param.numel() * param.element_size() for param in params if is_sharded(param))
         return self._open(directory, "offload_parameters", size)
 
-    def _open(self, directory: Path, option: str, size: int) -> PagedFile:
+    def _open(self, directory: Path, option: str, size: int) -> FileMemory:
         num_shards = self._config.zero.num_shards(self._mesh.size(DP_CP))
 
         def open_file() -> PagedFile:
@@ -138,7 +137,7 @@ class OffloadedStates(Storage):
             file.reserve(int(size / num_shards * _SLACK))
             return file
 
-        return raise_on_all_ranks(open_file)
+        return FileMemory(raise_on_all_ranks(open_file))
 
 
 def _prepare_for_host(optim: torch.optim.Optimizer) -> None:

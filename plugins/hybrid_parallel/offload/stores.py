@@ -20,7 +20,6 @@ from torch import Tensor
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.offload.paged_file import FileSpace, PagedFile, is_full, no_space, open_unnamed
 from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
-from plugins.hybrid_parallel.zero.comm.local_peers import SharedSegment
 
 
 class Copy(Protocol):
@@ -191,12 +190,4 @@ class HostMemory(StateMemory):
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialized memory of shape [count] on the CPU."""
-        return torch.empty(count, dtype=dtype, pin_memory=True)
-
-
-class HostSegment(SharedSegment):
-    """Page-locked memory for shards of parameters, of a rank on a GPU; other ranks do not read it."""
-
-    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Allocate [count] values."""
         return torch.empty(count, dtype=dtype, pin_memory=True)

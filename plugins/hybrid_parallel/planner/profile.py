@@ -36,7 +36,7 @@ from plugins.hybrid_parallel.planner.proxy_model import (
 )
 from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
 from plugins.hybrid_parallel.planner.synthetic_batch import Packing, batch_of
-from plugins.hybrid_parallel.zero.gathers import is_sharded
+from plugins.hybrid_parallel.zero.stage3 import is_sharded
 from shardformer.cross_entropy.chunking import planned_for
 from shardformer.peft import model_inside
 from shardformer.shard_spec import grad_group_of, spec_of

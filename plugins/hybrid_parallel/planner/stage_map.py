@@ -14,7 +14,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.proxy_model import LayerList, layer_lists, name_in_skeleton, quiet
-from plugins.hybrid_parallel.zero.gathers import owners_of
+from plugins.hybrid_parallel.zero.stage3 import owners_of
 from shardformer import PipelineStageManager, Policy, ShardConfig
 from shardformer.peft import adapters_detached, model_inside
 from shardformer.policies.registry import policy_for

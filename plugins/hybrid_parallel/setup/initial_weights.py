@@ -26,8 +26,8 @@ from plugins.hybrid_parallel.distributed.checksum import checksum
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis
 from plugins.hybrid_parallel.setup.input_checks import as_configuration_error
 from plugins.hybrid_parallel.zero.bucket_layout import Source, take_source, without_values
-from plugins.hybrid_parallel.zero.gathers import is_sharded
-from plugins.hybrid_parallel.zero.gradient_hooks import hooked_names
+from plugins.hybrid_parallel.zero.reducer import hooked_names
+from plugins.hybrid_parallel.zero.stage3 import is_sharded
 from shardformer.distributed.process_groups import world_group
 from shardformer.lazy import (
     RecordedValues,

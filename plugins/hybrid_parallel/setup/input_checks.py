@@ -17,7 +17,6 @@ from booster.wrappers import ModelWrapper, OptimizerWrapper
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature
-from plugins.hybrid_parallel.zero.gradient_hooks import check_hooks
 from plugins.hybrid_parallel.zero.granularity import check_granularity, check_step_in_parts, check_zero_size
 from plugins.hybrid_parallel.zero.grouping import (
     check_gradients,
@@ -26,6 +25,7 @@ from plugins.hybrid_parallel.zero.grouping import (
     check_shared_parameters,
     warn_of_untrained,
 )
+from plugins.hybrid_parallel.zero.reducer import check_hooks
 from shardformer.lazy import is_recorded, waits_for_values, weight_reader_of
 from shardformer.peft import check_adapters, model_inside
 from shardformer.utils.forward_syntax import reads_of_forward

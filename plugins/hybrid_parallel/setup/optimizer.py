@@ -25,21 +25,19 @@ from plugins.hybrid_parallel.setup.initial_weights import shards_by_axis
 from plugins.hybrid_parallel.setup.input_checks import check_options_against_model
 from plugins.hybrid_parallel.setup.model import BuiltModel, build_model
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, StateMemory
-from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
-from plugins.hybrid_parallel.zero.comm.hierarchical import exchange_of
-from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
-from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
-from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks, take_hooks
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, GradBufferPool, StateMemory
+from plugins.hybrid_parallel.zero.collectives import exchange_of
+from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
-from plugins.hybrid_parallel.zero.grouping import TiedParameter, build_buckets, place_states, take_states
+from plugins.hybrid_parallel.zero.grouping import FrozenParameters, TiedParameter, build_buckets
 from plugins.hybrid_parallel.zero.optimizer import (
     HybridParallelOptimizer,
+    LocalParameters,
     ModelContext,
-    StepHooks,
+    StepOptions,
 )
-from plugins.hybrid_parallel.zero.reducer import GradientReducer
-from plugins.hybrid_parallel.zero.step import FrozenParameters, LocalParameters, StepOptions, stepper_of
+from plugins.hybrid_parallel.zero.reducer import GradientHooks, GradientReducer, take_hooks
+from plugins.hybrid_parallel.zero.state_dict import place_states, take_states
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 from shardformer.layers.replicated_linear import replace_native_layers
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
@@ -123,11 +121,14 @@ def build_optimizer(
         reducer,
         LocalParameters(first_names, model.origin.aliases, order, frozen, wholes, _first_names(groups, names)),
         ModelContext(mesh, built.loss_scale, model.trace, model.optimizers, model.gathers),
-        StepOptions(zero.max_norm, config.debugging.nonfinite, zero.overlap_allgather, stepper_of(optim, memory)),
-        StepHooks(
-            partial(refuse_or_skip, trace=model.trace, mesh=mesh),
-            partial(_after_step, model=model, features=built.features),
+        StepOptions(
+            zero.max_norm,
+            config.debugging.nonfinite,
+            zero.overlap_allgather,
+            on_nonfinite=partial(refuse_or_skip, trace=model.trace, mesh=mesh),
+            after_step=partial(_after_step, model=model, features=built.features),
         ),
+        memory,
     )
     model.attach_optimizer(wrapped)
     return wrapped
@@ -217,12 +218,11 @@ def _bucket_options(
     # Without experts, both axes have the same replicas.
     make_exchange = partial(exchange_of, device=mesh.device) if config.zero.zero_stage else ZeroCollectives
     exchanges = {group: make_exchange(group) for group in dict.fromkeys(sharing.values())}
-    shard_file = parts.storage.of_shards(params)
-    for exchange in () if shard_file is None else exchanges.values():
-        exchange.keep_shards_in(shard_file)
+    shard_memory = parts.storage.of_shards(params)
+    for exchange in () if shard_memory is None else exchanges.values():
+        exchange.keep_shards_in(shard_memory)
     bucket_bytes = config.zero.bucket_bytes(mesh.device.type)
     pools = {group: GradBufferPool(exchange, bucket_bytes) for group, exchange in exchanges.items()}
-    updates = {group: ShardUpdates(exchange) for group, exchange in exchanges.items()}
     return {
         axis: BucketOptions(
             dp_group=group,
@@ -234,7 +234,6 @@ def _bucket_options(
             bucket_bytes=bucket_bytes,
             exchange=exchanges[sharing[axis]],
             grad_buffers=pools[sharing[axis]],
-            updates=updates[sharing[axis]],
             states=states,
             keeps_local=config.debugging.nonfinite != "ignore",
             hidden_by=_what_hides_gradients(config, mesh),

@@ -18,7 +18,7 @@ from plugins.hybrid_parallel.pipeline.outputs import broadcast_outputs, detached
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.step.batch_split import BatchSplit
 from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
-from plugins.hybrid_parallel.zero.backward_checks import BackwardPasses
+from plugins.hybrid_parallel.zero.reducer import BackwardPasses
 from shardformer.attention import log_once
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from plugins.hybrid_parallel.data.batch_check import naming_entry
 from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts
 from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP
-from plugins.hybrid_parallel.zero.joint_gradients import accepting_gradients
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel
@@ -100,7 +99,8 @@ def in_pass(
         if reading is not None:
             stack.enter_context(reading)
         if this.kind is PassKind.STEP:
-            stack.enter_context(accepting_gradients(model.optimizers))
+            for optimizer in model.optimizers:
+                stack.enter_context(optimizer.accepting_gradients())
         if inputs:
             _agree_on_media(model, inputs)
         if this.kind is PassKind.STEP and model.runtime.recorder is not None:

@@ -44,7 +44,7 @@ from plugins.hybrid_parallel.step.outputs import (
     reason_withheld,
 )
 from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
-from plugins.hybrid_parallel.zero.backward_checks import BackwardPasses
+from plugins.hybrid_parallel.zero.reducer import BackwardPasses
 from shardformer.loss.routers import ASKED
 from shardformer.utils.caches import CACHE_NAMES
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.zero.bucket import Bucket, resident
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 
@@ -59,23 +59,24 @@ class ShardedEMA:
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Average the weights of further buckets, of parameters that were frozen until now."""
-        for bucket in buckets:
+        for bucket in resident(buckets):
             values, states = bucket.shard.values, bucket.options.states
             self._shards[bucket] = states.empty(len(values), bucket.grad_dtype, values.device).copy_(values)
-            _page_out(bucket, self._shards[bucket])
+            states.page_out(self._shards[bucket])
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the present weights into the average; call it on all ranks after the step of all optimizers."""
         for optimizer in self._optimizers:
             optimizer.take_changed_weights()
-        for bucket, average in self._shards.items():
+        for bucket in resident(self._shards):
+            average = self._shards[bucket]
             values = bucket.shard.values.to(average.dtype)
             if self.num_updates == 0:
                 average.copy_(values)
             else:
                 average.lerp_(values, 1.0 - self.decay)
-            _page_out(bucket, average)
+            bucket.options.states.page_out(average)
         self.num_updates += 1
 
     @contextmanager
@@ -90,7 +91,7 @@ class ShardedEMA:
         for optimizer in self._optimizers:
             optimizer.wait_for_parameters()
             optimizer.begin_update()
-        weights = {bucket: _copy_of_values(bucket) for bucket in self._shards}
+        weights = {bucket: _copy_of_values(bucket) for bucket in resident(self._shards)}
         self._give(self._shards)
         for optimizer in self._optimizers:
             optimizer.applied_average = self.name
@@ -108,9 +109,9 @@ class ShardedEMA:
         """Set the optimizers' values, and the parameters of all ranks."""
         for optimizer in self._optimizers:
             optimizer.begin_update()
-        for bucket, given in values.items():
-            bucket.shard.values.copy_(given)
-            _page_out(bucket, given)
+        for bucket in resident(values):
+            bucket.shard.values.copy_(values[bucket])
+            bucket.options.states.page_out(values[bucket])
         for optimizer in self._optimizers:
             optimizer.publish()
 
@@ -121,9 +122,9 @@ class ShardedEMA:
     @torch.no_grad()
     def restart(self) -> None:
         """Forget the average: the next update copies the weights."""
-        for bucket, average in self._shards.items():
-            average.copy_(bucket.shard.values)
-            _page_out(bucket, average)
+        for bucket in resident(self._shards):
+            average = self._shards[bucket].copy_(bucket.shard.values)
+            bucket.options.states.page_out(average)
         self.num_updates = 0
 
 
@@ -131,11 +132,5 @@ def _copy_of_values(bucket: Bucket) -> Tensor:
     """Return a copy of the values that the optimizer updates, where its states are."""
     values, states = bucket.shard.values, bucket.options.states
     copy = states.empty(len(values), values.dtype, values.device).copy_(values)
-    _page_out(bucket, copy)
+    states.page_out(copy)
     return copy
-
-
-def _page_out(bucket: Bucket, average: Tensor) -> None:
-    """Let an average and the values that it was computed from go, if they are offloaded."""
-    bucket.options.states.page_out(average)
-    bucket.page_out_values()

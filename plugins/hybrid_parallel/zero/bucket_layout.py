@@ -1,22 +1,21 @@
-"""Layout of a bucket's flat memory: offsets of the parameters, the shard of each rank, and where values come from."""
+"""Flat memory of a bucket: what it is allocated from, offsets of the parameters, and the shard of each rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
-from plugins.hybrid_parallel.zero.comm.local_peers import SharedSegment
-from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
-from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
 from shardformer.shard_spec import pad_to_multiple
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
 
 
 class StateMemory:
@@ -49,9 +48,68 @@ class Storage:
         """Return the memory for the states of an optimizer of these parameters; all ranks must call this."""
         return StateMemory()
 
-    def of_shards(self, params: Sequence[nn.Parameter]) -> SharedSegment | None:
+    def of_shards(self, params: Sequence[nn.Parameter]) -> StateMemory | None:
         """Return the memory of shards of parameters, None for the device's; all ranks must call this."""
         return None
+
+
+class FreshBuffers:
+    """The interface of a pool for buffers that are not reused."""
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialized buffer of shape [size]."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def give(self, flat: Tensor) -> None:
+        """Give up a buffer from `take`."""
+
+    leave = give
+
+
+class GradBufferPool:
+    """Pool of gradient buffers: buckets that are already reduced pass their memory on to later buckets.
+
+    On a CPU, fresh memory costs as much time as a copy, because the system fills its pages with zeros. On a GPU, the
+    pool is not used: torch has its own cache.
+
+    Args:
+        memory: what allocates buffers: the collectives that they are used with, or a `StateMemory`.
+        unit: minimum size of a buffer in bytes, so that buckets of about one size can share buffers.
+    """
+
+    def __init__(self, memory: ZeroCollectives | StateMemory, unit: int = 0) -> None:
+        self._memory, self._unit = memory, unit
+        self._free: list[Tensor] = []
+        self._taken: dict[int, Tensor] = {}  # address -> the whole buffer
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Take an uninitialized buffer of shape [size]."""
+        if device.type != "cpu":
+            return self._memory.empty(size, dtype, device)
+        fits = [buffer for buffer in self._free if buffer.dtype == dtype and buffer.numel() >= size]
+        if fits:
+            whole = min(fits, key=Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not whole]
+        else:
+            whole = self._memory.empty(max(size, self._unit // dtype.itemsize), dtype, device)
+        self._taken[whole.data_ptr()] = whole
+        return whole[:size]
+
+    def give(self, flat: Tensor) -> None:
+        """Put a buffer from `take` back into the pool."""
+        if flat.device.type == "cpu":
+            self._free.append(self._taken.pop(flat.data_ptr()))
+
+    def leave(self, flat: Tensor) -> None:
+        """Give up a buffer from `take` that other code still reads."""
+        self._taken.pop(flat.data_ptr(), None)
+
+    def trim(self, count: int) -> None:
+        """Release all free buffers except the largest `count`."""
+        self._free.sort(key=Tensor.numel, reverse=True)
+        for buffer in self._free[count:]:
+            self._memory.release(buffer)
+        del self._free[count:]
 
 
 # Parameters and shards start at multiples of this many elements: kernels are slower on data that starts in the middle
@@ -73,7 +131,6 @@ class BucketOptions:
         bucket_bytes: upper limit of a bucket's gradients, in bytes.
         exchange: the collectives that move shards of gradients and parameters between ranks.
         grad_buffers: the pool from which the buckets take buffers of gradients that they shard.
-        updates: keeps updates of sharded parameters apart from gathers of them.
         keeps_local: whether local gradients are kept until the step is known to be finite, for reports on nan and inf.
             Where ranks learn that before, as between CPUs, only those of a bad step are kept; elsewhere none are
             kept under ZeRO stages 2 and 3.
@@ -90,7 +147,6 @@ class BucketOptions:
     bucket_bytes: int
     exchange: ZeroCollectives
     grad_buffers: GradBufferPool
-    updates: ShardUpdates
     keeps_local: bool = True
     hidden_by: str | None = None
     states: StateMemory = field(default_factory=StateMemory)
@@ -103,7 +159,12 @@ class BucketOptions:
     @property
     def shards_parameters(self) -> bool:
         """Whether ranks keep only a shard of the parameters, or a single rank keeps them in a file (ZeRO stage 3)."""
-        return self.num_shards > 1 or (self.zero_stage == 3 and self.exchange.shard_file is not None)
+        return self.num_shards > 1 or (self.zero_stage == 3 and self.exchange.shard_memory is not None)
+
+    @property
+    def reduces_each_pass(self) -> bool:
+        """Whether the gradients of every pass are reduced by themselves (ZeRO stage 2)."""
+        return self.zero_stage >= 2 and self.num_shards > 1
 
     @property
     def counts(self) -> bool:
@@ -137,20 +198,6 @@ class BucketSlice:
     def view(self, shard: Tensor) -> Tensor:
         """Return the piece's range of a flat tensor over the shard."""
         return shard[self.offset : self.offset + self.stop - self.start]
-
-
-class HoldsPieces(Protocol):
-    """A bucket, or another holder of what an optimizer updates, as code that handles states sees it."""
-
-    group_index: int
-
-    @property
-    def params(self) -> Sequence[nn.Parameter]:
-        """The parameters."""
-
-    @property
-    def pieces(self) -> Sequence[BucketSlice]:
-        """The parts of them on this rank."""
 
 
 def places_in_bucket(sizes: Sequence[int], num_shards: int, whole_parameters: bool) -> tuple[list[int], int]:

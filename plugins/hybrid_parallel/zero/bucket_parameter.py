@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,36 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from booster.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.zero.bucket import Bucket
+    from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
+
 _NATIVE = torch._C.TensorBase.grad  # where autograd leaves the gradient of one pass
 _NATIVE_DATA = torch._C.TensorBase.data
-
-
-class GradOwner(Protocol):
-    """A bucket as its parameters see it; parameters are identified by their index in the bucket."""
-
-    written: set[int]
-
-    @property
-    def hidden_by(self) -> str | None:
-        """The option under which no rank has whole gradients; None if ranks have them."""
-
-    def has_grad(self, index: int) -> bool:
-        """Return whether there is a gradient since the last step."""
-
-    def reduced_grad(self, index: int) -> Tensor:
-        """Return the gradient, reduced over replicas."""
-
-    def set_grad(self, index: int, value: Tensor) -> None:
-        """Replace the gradient."""
-
-    def forget_grad(self, index: int) -> None:
-        """Drop the gradient."""
-
-    def accumulate(self, index: int, grad: Tensor) -> None:
-        """Add a gradient of this rank's samples."""
-
-    def arrive(self) -> None:
-        """Wait for parameters that are still being gathered."""
 
 
 class BucketParameter(nn.Parameter):
@@ -114,13 +90,6 @@ class BucketParameter(nn.Parameter):
         _NATIVE_DATA.__set__(self, value)
 
 
-class Owner(Protocol):
-    """What holds the shards of released parameters."""
-
-    def demand(self, operation: str) -> None:
-        """Gather the values for an operation that reads them, or refuse it."""
-
-
 # What may be asked of a parameter without its values: properties by name, methods by name.
 _READ_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 _WITHOUT_VALUES = frozenset(
@@ -155,7 +124,7 @@ class ReleasedParameter(BucketParameter):
         return f"Parameter of shape {tuple(self.shape)} and {self.dtype}, sharded by zero_stage=3"
 
 
-def hide_values(param: nn.Parameter, owner: Owner) -> None:
+def hide_values(param: nn.Parameter, owner: ShardedParameters) -> None:
     """Have every operation that reads the values ask `owner` for them first."""
     param.shard_owner, param.shown_class = owner, type(param)
     param.__class__ = ReleasedParameter
@@ -185,14 +154,14 @@ def give_gradient(param: nn.Parameter, grad: Tensor) -> bool:
     return place is not None
 
 
-def show_grad(param: nn.Parameter, bucket: GradOwner, index: int) -> None:
+def show_grad(param: nn.Parameter, bucket: Bucket, index: int) -> None:
     """Make `param.grad` read the gradient from the bucket."""
     if type(param) is nn.Parameter:
         param.__class__ = BucketParameter
     param.bucket_place = weakref.ref(bucket), index
 
 
-def _place_of(param: nn.Parameter) -> tuple[GradOwner, int] | None:
+def _place_of(param: nn.Parameter) -> tuple[Bucket, int] | None:
     """Return the bucket and the index in it, which the parameter references weakly."""
     reference, index = param.__dict__.get("bucket_place", (None, 0))
     bucket = None if reference is None else reference()
@@ -208,8 +177,8 @@ def _check_hook(param: nn.Parameter, method: str) -> None:
         )
 
 
-def _check_visible(bucket: GradOwner, index: int) -> None:
-    reason = bucket.hidden_by
+def _check_visible(bucket: Bucket, index: int) -> None:
+    reason = bucket.options.hidden_by
     if reason is None and index in bucket.written:
         reason = "no_sync"
     if reason is not None:

@@ -1,11 +1,11 @@
-"""From a user's optimizer to buckets: grouping of parameters, and transfer of the optimizer's state."""
+"""From a user's optimizer to buckets: grouping of its parameters, and what is refused before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,21 +16,14 @@ from torch.nn.parameter import is_lazy
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, HoldsPieces, Source
-from plugins.hybrid_parallel.zero.gathers import ParameterGathers
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, Source
+from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
 from shardformer.peft import adapter_configs
 from shardformer.shard_spec import grad_group_of, spec_of
 from shardformer.utils.freed_memory import return_freed_memory
 
 _logger = get_logger(__name__)
-Sized = TypeVar("Sized", bound="HasElements")
-
-
-class HasElements(Protocol):
-    """A parameter, or a description of one."""
-
-    def numel(self) -> int:
-        """Return the number of elements."""
+Sized = TypeVar("Sized")  # a parameter, or a description of one, with `numel`
 
 
 @dataclass(frozen=True)
@@ -115,68 +108,53 @@ def chunks_of(params: Sequence[Sized], limit: int) -> Iterator[list[Sized]]:
         yield chunk
 
 
-def take_states(
-    optim: torch.optim.Optimizer, old: Mapping[nn.Parameter, nn.Parameter]
-) -> dict[nn.Parameter, dict[str, Any]]:
-    """Remove the states from an optimizer that has stepped, or starts with some (Adagrad), and return them.
+class FrozenParameters:
+    """Parameters of an optimizer that required no gradients when the model was boosted.
 
     Args:
-        old: local parameter -> the parameter that the optimizer was created with.
-
-    Returns:
-        The states by local parameter.
+        groups: the frozen parameters of each parameter group.
+        build_buckets: builds buckets from parameters by group.
+        states: existing optimizer states of some of the parameters; removed from here when they are placed.
+        gathers: what has sharded the parameters (ZeRO stage 3); None if they are whole.
     """
-    states = {local: state for local, param in old.items() if (state := optim.state.get(param))}
-    optim.state.clear()
-    return states
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        build_buckets: Callable[[Sequence[Sequence[nn.Parameter]]], list[Bucket]],
+        states: dict[nn.Parameter, dict[str, Any]],
+        gathers: ParameterGathers | None = None,
+    ) -> None:
+        self.groups, self.states = [list(group) for group in groups], states
+        self._build_buckets, self._gathers = build_buckets, gathers
+
+    def unfreeze(self, also: Collection[nn.Parameter] = ()) -> list[Bucket]:
+        """Build buckets for the parameters that require gradients by now, and for those in `also`."""
+        chosen = [[param for param in group if param.requires_grad or param in also] for group in self.groups]
+        if not any(chosen):
+            return []
+        thawed = {param for group in chosen for param in group}
+        if self._gathers is not None:
+            self._gathers.dissolve(thawed)
+        self.groups = [[param for param in group if param not in thawed] for group in self.groups]
+        return self._build_buckets(chosen)
 
 
-def place_states(
-    optim: torch.optim.Optimizer, states: dict[nn.Parameter, dict[str, Any]], buckets: Sequence[HoldsPieces]
-) -> None:
-    """Give each piece its part of the parameter's state.
+def check_tied(tied: Mapping[nn.Parameter, TiedParameter], model: nn.Module) -> None:
+    """Check that all stages agree on whether a tied parameter is frozen: its name differs from stage to stage.
 
-    Args:
-        states: whole states by local parameter; placed ones are removed.
-        buckets: the buckets, or what is like them, that hold the pieces.
+    Raises:
+        ConfigurationError: if a parameter is frozen on only some of its stages; raised on all of them.
     """
-    for bucket in buckets:
-        group = optim.param_groups[bucket.group_index]
-        for piece in bucket.pieces:
-            state, spec = states.get(bucket.params[piece.index]), spec_of(bucket.params[piece.index])
-            if not state:
-                continue
-
-            def cut(key: str, value: Any) -> Any:
-                if not isinstance(value, Tensor):
-                    return value
-                if tuple(value.shape) != spec.full_shape:  # noqa: B023
-                    return on_state_device(key, value, group, piece.parameter)  # noqa: B023
-                local = spec.shard(value).reshape(-1)[piece.start : piece.stop]  # noqa: B023
-                return local.to(piece.parameter.device).view_as(piece.parameter)  # noqa: B023
-
-            optim.state[piece.parameter] = {key: cut(key, value) for key, value in state.items()}
-        for param in bucket.params:
-            states.pop(param, None)
-
-
-def on_state_device(key: str, value: Tensor, group: Mapping[str, Any], parameter: Tensor) -> Tensor:
-    """Return a state on the device where the optimizer expects it, by the rule of `Optimizer.load_state_dict`.
-
-    States are on the parameter's device, except the number of steps: the kernels of fused and capturable optimizers
-    read it on the device, all others read it on the host.
-
-    Args:
-        key: name of the state.
-        value: the state.
-        group: options of the parameter's group.
-        parameter: the parameter.
-    """
-    if key != "step":
-        return value.to(parameter.device)
-    if group.get("fused") or group.get("capturable"):
-        return value.to(parameter.device, torch.float32)
-    return value
+    for param, tie in sorted(tied.items(), key=lambda item: item[1].order):
+        flags = torch.tensor([int(param.requires_grad), int(not param.requires_grad)])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=tie.group)
+        if flags.tolist() == [1, 1]:
+            name = next(name for name, other in model.named_parameters() if other is param)
+            raise ConfigurationError(
+                f"{name} is one weight on several pipeline stages, and only some of them have frozen it; set "
+                "requires_grad by every name that the tied weight has"
+            )
 
 
 def check_gradients(model: nn.Module) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,41 +18,25 @@ from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.guards import GuardedOptimizer
-from plugins.hybrid_parallel.loss.arithmetic import LossScale, gradient_factor, unscaled
-from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.comm.collectives import AllGatherHandle
-from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
-from plugins.hybrid_parallel.zero.gathers import ParameterGathers
-from plugins.hybrid_parallel.zero.grouping import place_states
-from plugins.hybrid_parallel.zero.joint_gradients import clip_grad_norm_
+from plugins.hybrid_parallel.loss.arithmetic import LossScale, clip_factor, gradient_factor, unscaled
+from plugins.hybrid_parallel.zero.bucket import Bucket, resident
+from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
+from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ZeroCollectives
+from plugins.hybrid_parallel.zero.grouping import FrozenParameters
 from plugins.hybrid_parallel.zero.optimizer_shard import look_at
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
-from plugins.hybrid_parallel.zero.state_dict import UserGroups, load_state_dict, state_dict_of_pieces
-from plugins.hybrid_parallel.zero.step import Average, LocalParameters, StepOptions, StepRecord
+from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
+from plugins.hybrid_parallel.zero.state_dict import UserGroups, load_state_dict, place_states, state_dict_of_pieces
+from plugins.hybrid_parallel.zero.step import Stepper
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter, WholeParameters, full_gradients
 
-
-class ChangesWeights(Protocol):
-    """A boosted optimizer, as the functions here use it."""
-
-    mesh: HybridMesh
-    wholes: WholeParameters
-
-    def begin_update(self) -> None:
-        """Wait until this rank may change the parameters, and take over changes by other code."""
-
-    def publish(self, overlaps: bool = False) -> None:
-        """Write updated values to the parameters of all ranks."""
-
-    def refuse_missed_pass(self) -> None:
-        """Refuse a pass that has left no gradients."""
-
-    def take_gradients(self) -> None:
-        """Complete, unscale and clip the gradients since the last call, and assign them to the pieces."""
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.debug.trace import StepTrace
+    from plugins.hybrid_parallel.zero.average import ShardedEMA
 
 
 @contextmanager
-def updating(optimizer: ChangesWeights, overlaps: bool = False) -> Iterator[None]:
+def updating(optimizer: HybridParallelOptimizer, overlaps: bool = False) -> Iterator[None]:
     """Let the user's optimizer change its parameters in this context; afterwards all ranks have the new values.
 
     Args:
@@ -65,7 +50,7 @@ def updating(optimizer: ChangesWeights, overlaps: bool = False) -> Iterator[None
     optimizer.publish(overlaps)
 
 
-def evaluation(optimizer: ChangesWeights, closure: Callable[[], Any]) -> Callable[[], Any]:
+def evaluation(optimizer: HybridParallelOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
     """Return a closure for the user's optimizer, which runs `closure` with the weights as it has changed them by then.
 
     It may evaluate the closure as often as it likes: each time all ranks first get the present weights, and then the
@@ -127,16 +112,43 @@ def refuse_average(name: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class StepHooks:
-    """Callbacks of a step; each is called on all ranks, with the optimizer.
+class StepOptions:
+    """Options of a step.
 
     Attributes:
-        on_nonfinite: raises, or reports why the step is skipped.
-        after_step: called when the step is complete, or skipped.
+        max_norm: upper limit for the global gradient norm; None for no clipping.
+        nonfinite: "raise", "skip" or "ignore" steps whose gradients are nan or inf on any rank.
+        overlap_allgather: whether the all-gather of parameters may run until the next forward pass.
+        on_nonfinite: called on all ranks with the optimizer; raises, or reports why the step is skipped.
+        after_step: called on all ranks with the optimizer when the step is complete, or skipped.
     """
 
+    max_norm: float | None
+    nonfinite: str
+    overlap_allgather: bool
     on_nonfinite: Callable[[HybridParallelOptimizer], None]
     after_step: Callable[[HybridParallelOptimizer], None]
+
+
+@dataclass(frozen=True)
+class LocalParameters:
+    """The parameters of an optimizer on this rank.
+
+    Attributes:
+        names: local parameter -> its Hugging Face name.
+        aliases: name -> the other names of the same (tied) parameter.
+        order: the local parameters as the optimizer held them before, by group; None for those on other stages.
+        frozen: the parameters that have no bucket yet.
+        wholes: the parameters that the optimizer reads whole, although ranks hold parts of them.
+        group_names: names of the parameters of the whole model, by group.
+    """
+
+    names: Mapping[nn.Parameter, str]
+    aliases: Mapping[str, tuple[str, ...]]
+    order: Sequence[Sequence[nn.Parameter | None]]
+    frozen: FrozenParameters
+    wholes: WholeParameters
+    group_names: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True)
@@ -146,14 +158,14 @@ class ModelContext:
     Attributes:
         mesh: the grid of ranks.
         loss_scale: the model's fp16 loss scale, or a constant 1.
-        record: record of the passes of a step.
+        trace: record of the passes of a step.
         optimizers: all optimizers of the model, including each one as soon as it is created.
         gathers: gathers the parameters that ranks shard (ZeRO stage 3).
     """
 
     mesh: HybridMesh
     loss_scale: LossScale
-    record: StepRecord
+    trace: StepTrace
     optimizers: list[HybridParallelOptimizer]
     gathers: ParameterGathers
 
@@ -168,7 +180,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         parameters: the parameters that it updates.
         context: what it shares with the model's other optimizers.
         options: options of a step.
-        hooks: callbacks of a step.
+        memory: where the states of the user's optimizer are.
 
     Attributes:
         num_steps: number of `step` calls so far, including those before a checkpoint.
@@ -187,28 +199,26 @@ class HybridParallelOptimizer(GuardedOptimizer):
         parameters: LocalParameters,
         context: ModelContext,
         options: StepOptions,
-        hooks: StepHooks,
+        memory: StateMemory,
     ) -> None:
         super().__init__(optim)
         self.buckets, self.reducer = list(buckets), reducer
         self.names, self.aliases, self.frozen = dict(parameters.names), parameters.aliases, parameters.frozen
         self.wholes, self.group_names = parameters.wholes, parameters.group_names
         self.mesh, self.loss_scale, self._gathers_of_model = context.mesh, context.loss_scale, context.gathers
-        self.trace, self.peers = context.record, context.optimizers
-        self.max_norm, self.nonfinite = options.max_norm, options.nonfinite
-        self.overlap_allgather, self.step_hooks = options.overlap_allgather, hooks
-        self.num_steps = 0
+        self.trace, self.peers = context.trace, context.optimizers
+        self.options, self.num_steps = options, 0
         self._norm: Tensor | None = None
         self.step_was_skipped = self.has_missed_pass = False
         self._awaits_step = False  # whether a pass has left gradients since the last step
         self._accumulates = False  # whether a pass of this model is newer than the last step and zero_grad
         self._held_scale = 1.0  # factor that the present gradients are multiplied by
         self._gathers: list[AllGatherHandle] = []
-        self.averages: dict[str, Average] = {}
+        self.averages: dict[str, ShardedEMA] = {}
         self.applied_average: str | None = None
         self._order, self._groups = parameters.order, UserGroups(optim.param_groups, parameters.order, self.wholes)
         self._add_to_groups(self.buckets, self.wholes.owned)
-        self.stepper = options.stepper
+        self.stepper = Stepper(optim, memory)
         self.stepper.take_states(self.updated)
 
     # ----- parameters -----
@@ -286,7 +296,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; with `set_to_none=False`, zero them instead, as torch does."""
         self._accumulates = False
-        for bucket in self.buckets:
+        for bucket in resident(self.buckets):
             bucket.clear_grads(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -304,7 +314,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         Must be called on all ranks between the backward pass and `step`.
         """
         self.finish_gradients()
-        for bucket in self.buckets:
+        for bucket in resident(self.buckets):
             bucket.clamp_grads(clip_value)
 
     def finish_gradients(self) -> None:
@@ -358,7 +368,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         """
         refuse_average(self.applied_average)
         if closure is not None:
-            check_closure(self.loss_scale, self.nonfinite)
+            check_closure(self.loss_scale, self.options.nonfinite)
             self.has_missed_pass = False  # the closure is to leave gradients
         self.refuse_missed_pass()
         if not self.reducer.synchronises and self.mesh.size(DP_CP) > 1:
@@ -373,10 +383,10 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.take_gradients()
         result = None
         if not self.step_was_skipped:
-            with updating(self, self.overlap_allgather):
+            with updating(self, self.options.overlap_allgather):
                 self.wholes.gather_gradients()
                 result = self.stepper.step(self.updated, None if closure is None else evaluation(self, closure))
-        self.step_hooks.after_step(self)
+        self.options.after_step(self)
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -398,15 +408,15 @@ class HybridParallelOptimizer(GuardedOptimizer):
         factor = self._gradient_factor()
         if self.step_was_skipped:
             return
-        for bucket in self.buckets:
+        for bucket in resident(self.buckets):
             bucket.assign_grads(factor)
         self._held_scale = 1.0
 
     def begin_update(self) -> None:
         """Wait until this rank may change the parameters, and take over changes by other code."""
         self._close_gathers()
-        for each in self._updates_of_shards:
-            each.begin()
+        for exchange in self._shard_exchanges:
+            exchange.begin_update()
         self.take_changed_weights()
 
     def publish(self, overlaps: bool = False) -> None:
@@ -415,10 +425,10 @@ class HybridParallelOptimizer(GuardedOptimizer):
         Args:
             overlaps: whether to return before they are gathered.
         """
-        gathers = [bucket.all_gather_params(overlaps) for bucket in self.buckets]
+        gathers = [bucket.all_gather_params(overlaps) for bucket in resident(self.buckets)]
         self._gathers = [gather for gather in gathers if gather is not None]
-        for each in self._updates_of_shards:
-            each.end()
+        for exchange in self._shard_exchanges:
+            exchange.end_update()
         if not overlaps:
             self.wait_for_parameters()
             self._close_gathers()
@@ -439,38 +449,38 @@ class HybridParallelOptimizer(GuardedOptimizer):
     def take_changed_weights(self) -> None:
         """Take over parameters that other code has changed since the last step."""
         refuse_average(self.applied_average)
-        for bucket in self.buckets:
+        for bucket in resident(self.buckets):
             bucket.take_changed_weights()
 
     def refresh_masters(self) -> None:
         """Copy the parameters' current values to the master weights (after weights were loaded)."""
         refuse_average(self.applied_average)
-        for bucket in self.buckets:
+        for bucket in resident(self.buckets):
             bucket.refresh_masters()
 
     def publish_masters(self) -> None:
         """Copy the master weights to the parameters of all ranks (after master weights were loaded)."""
-        for each in self._updates_of_shards:
-            each.begin()
-        for bucket in self.buckets:
+        for exchange in self._shard_exchanges:
+            exchange.begin_update()
+        for bucket in resident(self.buckets):
             if bucket.has_masters and (gather := bucket.all_gather_params()) is not None:
                 gather.close()
-        for each in self._updates_of_shards:
-            each.end()
+        for exchange in self._shard_exchanges:
+            exchange.end_update()
 
     @property
-    def _updates_of_shards(self) -> list[ShardUpdates]:
-        """What keeps changes of parameters apart from gathers of them under ZeRO stage 3."""
-        return list(dict.fromkeys(bucket.options.updates for bucket in self.buckets if bucket.sharded is not None))
+    def _shard_exchanges(self) -> list[ZeroCollectives]:
+        """The collectives that gather parameters from the shards of ranks under ZeRO stage 3."""
+        return list(dict.fromkeys(bucket.options.exchange for bucket in self.buckets if bucket.sharded is not None))
 
     def _gradient_factor(self) -> Tensor | float | None:
         """Return the factor that unscales and clips gradients before the update; decide whether to skip the step."""
-        looks = self.loss_scale.watches_overflow or self.nonfinite != "ignore"
-        if looks or self.max_norm is not None:
+        looks = self.loss_scale.watches_overflow or self.options.nonfinite != "ignore"
+        if looks or self.options.max_norm is not None:
             self._norm = unscaled(self.global_norm(), self._held_scale)
         if looks:
             self._decide(self._norm)
-        return gradient_factor(self._held_scale, self._norm, self.max_norm)
+        return gradient_factor(self._held_scale, self._norm, self.options.max_norm)
 
     def _decide(self, norm: Tensor) -> None:
         """Decide from the norm, which all ranks have, and which is finite only if every gradient of every rank is."""
@@ -483,12 +493,12 @@ class HybridParallelOptimizer(GuardedOptimizer):
         if not self.step_was_skipped:
             self.trace.accept()
         elif not scale_may_be_why:
-            self.step_hooks.on_nonfinite(self)
+            self.options.on_nonfinite(self)
 
     def _hold_at(self, scale: float) -> None:
         """Rescale the present gradients, so that the gradients of the next pass can be added to them."""
         if scale != self._held_scale:
-            for bucket in self.buckets:
+            for bucket in resident(self.buckets):
                 bucket.scale_grads(scale / self._held_scale)
         self._held_scale = scale
 
@@ -512,3 +522,38 @@ class HybridParallelOptimizer(GuardedOptimizer):
         A copy that is not counted still makes the norm nan if it is not finite, since its own rank would be corrupted.
         """
         return self.reducer.global_norm(self.mesh.device, norm_type)
+
+
+@failure.guard("model.clip_grad_norm_")
+@torch.no_grad()
+def clip_grad_norm_(optimizers: Sequence[HybridParallelOptimizer], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients of several optimizers so that their joint norm is at most `max_norm`.
+
+    Args:
+        norm_type: the `p` of the p-norm, above 0; `inf` for the largest absolute value.
+
+    Returns:
+        The norm before scaling, 0-d, the same on every rank.
+
+    Raises:
+        ConfigurationError: if a norm is no number, or cannot be.
+    """
+    max_norm = _number("max_norm", max_norm, "of 0 or more", lambda value: value >= 0)
+    norm_type = _number("norm_type", norm_type, "above 0, or inf for the largest gradient", lambda value: value > 0)
+    for optimizer in optimizers:
+        optimizer.finish_gradients()
+    norm = torch.linalg.vector_norm(torch.stack([each.global_norm(norm_type) for each in optimizers]), norm_type)
+    factor = clip_factor(norm, max_norm)
+    for bucket in resident(bucket for optimizer in optimizers for bucket in optimizer.buckets):
+        bucket.scale_grads(factor)
+    return norm
+
+
+def _number(name: str, value: Any, words: str, holds: Callable[[float], bool]) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not holds(number):
+        raise ConfigurationError(f"clip_grad_norm_ got {name}={value!r}; use a number {words}")
+    return number

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -14,15 +13,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.loss.arithmetic import norm_of
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.loss.arithmetic import LossScale, norm_of, scaled, unscaled
 from plugins.hybrid_parallel.loss.replica_losses import Counts
-from plugins.hybrid_parallel.zero.bucket import Bucket
+from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
+from plugins.hybrid_parallel.zero.bucket import Bucket, resident
 from plugins.hybrid_parallel.zero.bucket_parameter import clear_native_grad, native_grad
+from plugins.hybrid_parallel.zero.whole_parameters import assemble, gather_pieces
 from shardformer.distributed.process_groups import world_group
+from shardformer.distributed.random import SharedStream
 from shardformer.matmul.weight_grad import GradBuffer, attach_grad_buffer
+from shardformer.shard_spec import spec_of
 
-if TYPE_CHECKING:
-    from plugins.hybrid_parallel.zero.gradient_hooks import GradientHooks
+Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
+_STREAM = 0x5EED  # keeps the stream of random numbers in hooks apart from the streams of models
 
 
 def global_norm(buckets: Sequence[Bucket], device: torch.device, norm_type: float = 2.0) -> Tensor:
@@ -71,11 +75,105 @@ def _norms(buckets: Sequence[Bucket], norm_type: float) -> Sequence[Tensor]:
     """Return the norm of each bucket's reduced gradients; of offloaded ones, without having all in memory."""
     if buckets and all(bucket.shard_grads.device.type != "cpu" for bucket in buckets):
         return torch._foreach_norm([bucket.shard_grads for bucket in buckets], norm_type, torch.float64)
-    norms = []
-    for bucket in buckets:
-        norms.append(norm_of(bucket.shard_grads, norm_type).to(bucket.flat.device))
-        bucket.page_out_grads()
-    return norms
+    return [norm_of(bucket.shard_grads, norm_type).to(bucket.flat.device) for bucket in resident(buckets)]
+
+
+class GradientHooks:
+    """The user's gradient hooks on one optimizer's parameters, run on the gradients that plain torch would give them.
+
+    In a backward pass a rank has only the gradients of its own samples, one micro-batch at a time, and only its shard
+    of a sharded parameter. A hook that applies a mask would work on these, a clamp or a norm would not. So hooks are
+    taken off the parameters when the model is boosted, and run once per pass on whole, reduced, unscaled gradients.
+
+    Args:
+        hooks: local parameter -> its hooks, as `take_hooks` returned them.
+        names: local parameter -> its name, in the same order on every rank.
+        mesh: the grid of ranks.
+        loss_scale: the scale of the gradients.
+        seed: for random numbers drawn in hooks; the same on every rank, because ranks keep shards of one gradient.
+    """
+
+    def __init__(
+        self,
+        hooks: Mapping[nn.Parameter, Hooks],
+        names: Mapping[nn.Parameter, str],
+        mesh: HybridMesh,
+        loss_scale: LossScale,
+        seed: int,
+    ) -> None:
+        self._hooks, self._names, self._mesh, self._loss_scale = dict(hooks), names, mesh, loss_scale
+        self._stream = SharedStream(seed + _STREAM) if dist.get_world_size() > 1 else None
+
+    def __bool__(self) -> bool:
+        return any(self._hooks.values())
+
+    @torch.no_grad()
+    def run(self, buckets: Sequence[Bucket], used: Sequence[set[int]]) -> None:
+        """Run the hooks on the reduced gradients of this pass, and store the gradients that they return.
+
+        Must be called on all ranks, before gradients are added to the sum over earlier passes.
+
+        Args:
+            buckets: buckets with reduced gradients.
+            used: for each bucket, the indices of parameters that have a gradient.
+
+        Raises:
+            ConfigurationError: if a hook returned a tensor of another shape.
+        """
+        # By name: tensor-parallel ranks sort their parameters into different buckets.
+        for name, param, local, (bucket, index) in sorted(self._reduced(buckets, used), key=lambda item: item[0]):
+            spec = spec_of(param)
+            scale = self._loss_scale.value
+            whole = unscaled(assemble(param, local, self._mesh.group(spec.axis)), scale)
+            with nullcontext() if self._stream is None else self._stream.active():
+                for hook in list(self._hooks[param].values()):
+                    returned = hook(whole)
+                    whole = whole if returned is None else returned
+            if tuple(whole.shape) != spec.full_shape:
+                raise ConfigurationError(
+                    f"the gradient hook of {name} returned a tensor of shape {tuple(whole.shape)}; return one of the "
+                    f"whole gradient's shape {spec.full_shape}"
+                )
+            bucket.replace_reduced(index, spec.shard(scaled(whole, scale)))
+
+    def _reduced(
+        self, buckets: Sequence[Bucket], used: Sequence[set[int]]
+    ) -> Iterator[tuple[str, nn.Parameter, Tensor, tuple[Bucket, int]]]:
+        """Yield name, parameter, local gradient and (bucket, index) for parameters with hooks and a gradient."""
+        for bucket, indices in zip(buckets, used, strict=True):
+            mine = [index for index in sorted(indices) if self._hooks.get(bucket.params[index])]
+            if not mine:
+                continue
+            gathered = gather_pieces(bucket, bucket.reduced_pieces(mine), bucket.grad_dtype)
+            for index in mine:
+                param = bucket.params[index]
+                yield self._names[param], param, gathered[index], (bucket, index)
+
+
+def take_hooks(parameter: nn.Parameter) -> Hooks:
+    """Take the hooks off a parameter and return them; handles that the user holds can still remove them."""
+    hooks = parameter._backward_hooks or {}
+    parameter._backward_hooks = None
+    return hooks
+
+
+def hooked_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters with gradient hooks, which all ranks must run together."""
+    return [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuse hooks that read gradients before these are complete.
+
+    Raises:
+        ConfigurationError: if `register_post_accumulate_grad_hook` was called on a parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigurationError(
+                f"{name} has a hook of register_post_accumulate_grad_hook, which would run before its gradient is "
+                "summed over micro-batches and ranks; use register_hook, which runs on the whole gradient"
+            )
 
 
 # Number of launched reductions whose local gradients are kept on a CPU.
@@ -132,7 +230,7 @@ class GradientReducer:
     @property
     def reduces_each_pass(self) -> bool:
         """Whether gradients are reduced after every pass (ZeRO stage 2); the same on all replicas."""
-        return any(bucket.reduces_each_pass for bucket in self.buckets)
+        return any(bucket.options.reduces_each_pass for bucket in self.buckets)
 
     def global_norm(self, device: torch.device, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the reduced gradients of all ranks (0-d, float64); see `grad_norm.global_norm`."""
@@ -197,18 +295,19 @@ class GradientReducer:
         """
         self._queue = self._of_pass(parameters) if self._queue is None else self._queue
         self.launch_rest()
-        for bucket in self._queue:
+        for bucket in resident(self._queue):
             bucket.add_pass()
             self._complete[bucket].clear()
         self._next, self._queue = 0, None
-        for pool in {bucket.options.grad_buffers for bucket in self.buckets if bucket.reduces_each_pass}:
+        for pool in {bucket.options.grad_buffers for bucket in self.buckets if bucket.options.reduces_each_pass}:
             pool.trim(KEPT_BUFFERS)
 
     def _of_pass(self, parameters: Collection[nn.Parameter] | None) -> list[Bucket]:
         return [
             bucket
             for bucket in self.buckets
-            if bucket.reduces_each_pass and (parameters is None or any(each in parameters for each in bucket.params))
+            if bucket.options.reduces_each_pass
+            and (parameters is None or any(each in parameters for each in bucket.params))
         ]
 
     def complete(self, parameters: Collection[nn.Parameter]) -> None:
@@ -242,13 +341,13 @@ class GradientReducer:
         # Only now: a replica that used every parameter has launched its buckets in the backward pass, and the
         # collectives of a group must run in the same order on all of its ranks.
         used, accumulated = self._agree_on_used(), any(bucket.adds for bucket in self.buckets)
-        for number, bucket in enumerate(self.buckets):
+        for number, bucket in enumerate(resident(self.buckets)):
             if bucket.tied_group is not None:
                 used[number] = self._agree_with_stages(bucket, used[number])
             bucket.complete(factor)
         if self.hooks:
             self.hooks.run(self.buckets, used)
-        for bucket, indices in zip(self.buckets, used, strict=True):
+        for bucket, indices in zip(resident(self.buckets), used, strict=True):
             bucket.keep(indices)
         for pool in () if accumulated else {bucket.options.grad_buffers for bucket in self.buckets}:
             pool.trim(KEPT_BUFFERS)
@@ -326,6 +425,7 @@ class GradientReducer:
         if not self.waits or earlier < 0 or queue[earlier].flat.device.type != "cpu":
             return
         queue[earlier].collect()
+        queue[earlier].page_out()
         # Other ranks may still read the gradients of this bucket, but are unlikely to read those before it.
         if earlier > 0:
             queue[earlier - 1].release_local_grads()
@@ -349,3 +449,96 @@ class GradientReducer:
         together = torch.cat(flags) if flags else torch.zeros(0, dtype=torch.int32)
         dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self.dp_group)
         return [set(part.nonzero().flatten().tolist()) for part in together.split([len(part) for part in flags])]
+
+
+@contextmanager
+def counting(
+    reducers: Sequence[GradientReducer], others: Sequence[GradientReducer], count: Tensor | None
+) -> Iterator[Counts | None]:
+    """Run the backward pass of a loss in this context, after those whose gradients are pending.
+
+    Args:
+        reducers: of the model that the loss is for.
+        others: of other models, which the loss may reach.
+        count: count of the loss over all replicas, 0-d; None for a mean.
+
+    Yields:
+        Counts of the loss and of the pending ones; None for a mean.
+
+    Raises:
+        ConfigurationError: if the pending gradients are of another kind, or have counts of their own.
+    """
+    pending = [reducer for reducer in reducers if reducer.pending]
+    if count is None:
+        counts = None
+    elif pending and pending[0].counts is not None:
+        counts = pending[0].counts
+        counts.add(count)
+    else:
+        counts = Counts(count)
+    _refuse_other_counts(pending, counts)
+    for reducer in (*reducers, *others):
+        reducer.counts = reducer.counts if reducer.pending else counts
+    mixed = [reducer for reducer in others if reducer.counts is not counts]
+    for reducer in mixed:
+        reducer.is_reached = False
+    yield counts
+    _refuse_other_counts([reducer for reducer in mixed if reducer.is_reached], counts)
+
+
+def _refuse_other_counts(reducers: Sequence[GradientReducer], counts: Counts | None) -> None:
+    if any(reducer.counts is not counts for reducer in reducers):
+        raise ConfigurationError(
+            "gradients of a mean and of (sum, count), or of two losses with counts of their own, would add up before "
+            "they are reduced; within one no_sync give one of these forms, for one model"
+        )
+
+
+class BackwardPasses:
+    """The backward passes of a batch on this rank's stages, as the reducers of a model's optimizers see them.
+
+    Args:
+        reducers: of the model's optimizers.
+        parameters: the parameters of each stage of this rank.
+        are_final: whether the passes complete the gradients of the step.
+    """
+
+    def __init__(
+        self,
+        reducers: Sequence[GradientReducer],
+        parameters: Mapping[int, frozenset[nn.Parameter]],
+        are_final: bool = True,
+    ) -> None:
+        self.reducers, self.parameters, self.are_final = reducers, parameters, are_final
+        self._unfinished = set(parameters)  # stages whose gradients are not complete yet
+
+    def before(self, action: Action, is_last: bool) -> None:
+        """Prepare for a backward pass.
+
+        Args:
+            action: the pass.
+            is_last: whether it is the last one of its stage.
+        """
+        if action.kind is not Kind.BACKWARD:  # the second half of a split pass has no hooks
+            return
+        for reducer in self.reducers:
+            if reducer.reduces_each_pass:
+                reducer.begin_pass(self.parameters[action.stage])
+            elif is_last and self.are_final and self._unfinished == {action.stage}:
+                # Hooks then tell when each gradient is complete.
+                reducer.begin_final_backward()
+
+    def after(self, action: Action, is_last: bool) -> None:
+        """Reduce what a backward pass has completed; see `before`."""
+        if is_last:
+            self._unfinished.discard(action.stage)
+        for reducer in self.reducers:
+            if reducer.reduces_each_pass:
+                if action.kind is not Kind.BACKWARD_INPUT:
+                    reducer.end_pass(self.parameters[action.stage])
+            elif is_last and self.are_final and (self._unfinished or action.kind is not Kind.BACKWARD):
+                reducer.complete(self._only_of(action.stage))
+
+    def _only_of(self, stage: int) -> frozenset[nn.Parameter]:
+        """Return the parameters of a stage that no unfinished stage has."""
+        return self.parameters[stage].difference(*(self.parameters[other] for other in self._unfinished))

@@ -6,17 +6,82 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.bucket_layout import HoldsPieces
-from plugins.hybrid_parallel.zero.grouping import place_states
+from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter, WholeParameters
+from shardformer.shard_spec import spec_of
+
+
+def take_states(
+    optim: torch.optim.Optimizer, old: Mapping[nn.Parameter, nn.Parameter]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Remove the states from an optimizer that has stepped, or starts with some (Adagrad), and return them.
+
+    Args:
+        old: local parameter -> the parameter that the optimizer was created with.
+
+    Returns:
+        The states by local parameter.
+    """
+    states = {local: state for local, param in old.items() if (state := optim.state.get(param))}
+    optim.state.clear()
+    return states
+
+
+def place_states(
+    optim: torch.optim.Optimizer, states: dict[nn.Parameter, dict[str, Any]], buckets: Sequence[Bucket | OwnedParameter]
+) -> None:
+    """Give each piece its part of the parameter's state.
+
+    Args:
+        states: whole states by local parameter; placed ones are removed.
+        buckets: the buckets, or what is like them, that hold the pieces.
+    """
+    for bucket in buckets:
+        group = optim.param_groups[bucket.group_index]
+        for piece in bucket.pieces:
+            state, spec = states.get(bucket.params[piece.index]), spec_of(bucket.params[piece.index])
+            if not state:
+                continue
+
+            def cut(key: str, value: Any) -> Any:
+                if not isinstance(value, Tensor):
+                    return value
+                if tuple(value.shape) != spec.full_shape:  # noqa: B023
+                    return on_state_device(key, value, group, piece.parameter)  # noqa: B023
+                local = spec.shard(value).reshape(-1)[piece.start : piece.stop]  # noqa: B023
+                return local.to(piece.parameter.device).view_as(piece.parameter)  # noqa: B023
+
+            optim.state[piece.parameter] = {key: cut(key, value) for key, value in state.items()}
+        for param in bucket.params:
+            states.pop(param, None)
+
+
+def on_state_device(key: str, value: Tensor, group: Mapping[str, Any], parameter: Tensor) -> Tensor:
+    """Return a state on the device where the optimizer expects it, by the rule of `Optimizer.load_state_dict`.
+
+    States are on the parameter's device, except the number of steps: the kernels of fused and capturable optimizers
+    read it on the device, all others read it on the host.
+
+    Args:
+        key: name of the state.
+        value: the state.
+        group: options of the parameter's group.
+        parameter: the parameter.
+    """
+    if key != "step":
+        return value.to(parameter.device)
+    if group.get("fused") or group.get("capturable"):
+        return value.to(parameter.device, torch.float32)
+    return value
+
 
 _PIECES = "pieces"  # marks a state dict of pieces, and describes them
 
 
-def state_dict_of_pieces(optim: torch.optim.Optimizer, buckets: Sequence[HoldsPieces]) -> dict[str, Any]:
+def state_dict_of_pieces(optim: torch.optim.Optimizer, buckets: Sequence[Bucket | OwnedParameter]) -> dict[str, Any]:
     """Return the state dict of an optimizer over pieces, with a description of the pieces."""
     return {**optim.state_dict(), _PIECES: _describe(buckets)}
 
@@ -24,7 +89,7 @@ def state_dict_of_pieces(optim: torch.optim.Optimizer, buckets: Sequence[HoldsPi
 def load_state_dict(
     optim: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
-    buckets: Sequence[HoldsPieces],
+    buckets: Sequence[Bucket | OwnedParameter],
     order: Sequence[Sequence[nn.Parameter | None]],
     wholes: WholeParameters,
 ) -> dict[nn.Parameter, dict[str, Any]]:
@@ -68,7 +133,7 @@ def load_state_dict(
     return states
 
 
-def _describe(buckets: Sequence[HoldsPieces]) -> list[list[int]]:
+def _describe(buckets: Sequence[Bucket | OwnedParameter]) -> list[list[int]]:
     return [
         [bucket.group_index, piece.index, piece.start, piece.stop, *bucket.params[piece.index].shape]
         for bucket in buckets
@@ -97,7 +162,7 @@ class UserGroups:
         for group in groups:
             group["params"].clear()  # in place: an optimizer may keep the list (LBFGS)
 
-    def add(self, buckets: Iterable[HoldsPieces], owned: Iterable[OwnedParameter]) -> None:
+    def add(self, buckets: Iterable[Bucket | OwnedParameter], owned: Iterable[OwnedParameter]) -> None:
         """Add what this rank updates, in the order of the user's parameters."""
         for each in owned:
             self._add(each.group_index, {each.params[0]: self._places[each.local]})

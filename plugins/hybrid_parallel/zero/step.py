@@ -1,11 +1,4 @@
-"""A step of the user's optimizer: its inputs, its parameters, and the runs over buckets or over parts.
-
-Stepper: runs the step of the user's optimizer, and keeps its states where they belong.
-
-The states of an optimizer are made by its first step, in plain memory. If they are offloaded, it must never have all of
-them there: it steps one bucket at a time, whose states then move.
-
-A step of the user's optimizer in parts: on some of its parameters after the other, with the numbers of one step.
+"""Steps of the user's optimizer: on all parameters, or on those of one bucket after the other.
 
 An optimizer counts what it does: hooks run, and options of its groups change (the `k` and the `weight_sum` of
 schedule-free optimizers). That must happen once a step, whatever the number of parts.
@@ -14,74 +7,19 @@ schedule-free optimizers). That must happen once a step, whatever the number of 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice, StateMemory
-from plugins.hybrid_parallel.zero.gathers import ParameterGathers
-from plugins.hybrid_parallel.zero.grouping import TiedParameter
-from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter, WholeParameters
+from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
 from shardformer.utils.freed_memory import return_freed_memory
-
-
-class FrozenParameters:
-    """Parameters of an optimizer that required no gradients when the model was boosted.
-
-    Args:
-        groups: the frozen parameters of each parameter group.
-        build_buckets: builds buckets from parameters by group.
-        states: existing optimizer states of some of the parameters; removed from here when they are placed.
-        gathers: what has sharded the parameters (ZeRO stage 3); None if they are whole.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[Sequence[nn.Parameter]],
-        build_buckets: Callable[[Sequence[Sequence[nn.Parameter]]], list[Bucket]],
-        states: dict[nn.Parameter, dict[str, Any]],
-        gathers: ParameterGathers | None = None,
-    ) -> None:
-        self.groups, self.states = [list(group) for group in groups], states
-        self._build_buckets, self._gathers = build_buckets, gathers
-
-    def unfreeze(self, also: Collection[nn.Parameter] = ()) -> list[Bucket]:
-        """Build buckets for the parameters that require gradients by now, and for those in `also`."""
-        chosen = [[param for param in group if param.requires_grad or param in also] for group in self.groups]
-        if not any(chosen):
-            return []
-        thawed = {param for group in chosen for param in group}
-        if self._gathers is not None:
-            self._gathers.dissolve(thawed)
-        self.groups = [[param for param in group if param not in thawed] for group in self.groups]
-        return self._build_buckets(chosen)
-
-
-def check_tied(tied: Mapping[nn.Parameter, TiedParameter], model: nn.Module) -> None:
-    """Check that all stages agree on whether a tied parameter is frozen: its name differs from stage to stage.
-
-    Raises:
-        ConfigurationError: if a parameter is frozen on only some of its stages; raised on all of them.
-    """
-    for param, tie in sorted(tied.items(), key=lambda item: item[1].order):
-        flags = torch.tensor([int(param.requires_grad), int(not param.requires_grad)])
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=tie.group)
-        if flags.tolist() == [1, 1]:
-            name = next(name for name, other in model.named_parameters() if other is param)
-            raise ConfigurationError(
-                f"{name} is one weight on several pipeline stages, and only some of them have frozen it; set "
-                "requires_grad by every name that the tied weight has"
-            )
-
 
 _COUNTERS = int | float | bool | None
 
@@ -180,45 +118,12 @@ _LEAST = 2**16
 _AHEAD = 2  # buckets whose states are read before their step
 
 
-class Stepper(Protocol):
-    """Runs steps of the user's optimizer."""
+class Stepper:
+    """Runs the steps of the user's optimizer, and keeps its states where they belong.
 
-    def step(self, updated: Sequence[Bucket | OwnedParameter], closure: Callable[[], Any] | None) -> Any:
-        """Run a step on what the optimizer updates, and return what it returns."""
-
-    def take_states(self, updated: Sequence[Bucket | OwnedParameter]) -> None:
-        """Take over states that were made outside of a step: loaded, or of an optimizer that has stepped before."""
-
-    def empty_state(self, parameter: nn.Parameter, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return memory for a state that is going to be loaded."""
-
-
-class StepAtOnce:
-    """Runs steps on all parameters, whose states stay where the optimizer has made them.
-
-    Args:
-        optim: the user's optimizer.
-    """
-
-    def __init__(self, optim: torch.optim.Optimizer) -> None:
-        self._optim = optim
-
-    def step(self, updated: Sequence[Bucket | OwnedParameter], closure: Callable[[], Any] | None) -> Any:
-        """Run a step and return what it returns."""
-        return self._optim.step() if closure is None else self._optim.step(closure)
-
-    def take_states(self, updated: Sequence[Bucket | OwnedParameter]) -> None:
-        """Leave states where they are."""
-
-    def empty_state(self, parameter: nn.Parameter, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return memory on the parameter's device."""
-        return torch.empty(shape, dtype=dtype, device=parameter.device)
-
-
-class StepByBucket:
-    """Runs steps on one bucket after the other, whose states are offloaded in between.
-
-    A step with a closure evaluates the whole model in its middle, so it runs on all parameters at once.
+    States that are offloaded are made by its first step in plain memory, which must never have all of them: it then
+    steps on one bucket after the other, whose states move after it. A step with a closure evaluates the whole model in
+    its middle, so it runs on all parameters at once.
 
     Args:
         optim: the user's optimizer.
@@ -230,9 +135,9 @@ class StepByBucket:
         self._parts: list[_Part] = []
 
     def step(self, updated: Sequence[Bucket | OwnedParameter], closure: Callable[[], Any] | None) -> Any:
-        """Run a step and return what it returns."""
-        if closure is not None:
-            result = self._optim.step(closure)
+        """Run a step on what the optimizer updates, and return what it returns."""
+        if closure is not None or not self._memory.is_offloaded:
+            result = self._optim.step() if closure is None else self._optim.step(closure)
             self.take_states(updated)
             return result
         parts = self._present_parts(updated)
@@ -249,17 +154,17 @@ class StepByBucket:
         return step_in_parts(self._optim, [part.parameters for part in parts] or [()], self._optim.step, after)
 
     def take_states(self, updated: Sequence[Bucket | OwnedParameter]) -> None:
-        """Move states that are not where they belong."""
-        for part in self._present_parts(updated):
+        """Move states that are not where they belong: new ones, loaded ones, those of an optimizer that has stepped."""
+        for part in self._present_parts(updated) if self._memory.is_offloaded else ():
             part.take_states(self._optim)
             part.page_out()
 
     def empty_state(self, parameter: nn.Parameter, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return offloaded memory for a state."""
+        """Return memory for a state that is going to be loaded."""
         for part in self._parts:
             if parameter in part.places:
                 return part.empty(part.places[parameter], key, shape, dtype)
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=parameter.device)
 
     def _present_parts(self, updated: Sequence[Bucket | OwnedParameter]) -> list[_Part]:
         """Return the parts in the order of the user's parameters, as far as buckets keep it."""
@@ -271,11 +176,6 @@ class StepByBucket:
         self._parts = [part for part in parts if part.places]
         self._parts.sort(key=lambda part: (part.holder.group_index, min(places[each] for each in part.places)))
         return self._parts
-
-
-def stepper_of(optim: torch.optim.Optimizer, memory: StateMemory) -> Stepper:
-    """Return what runs the steps of an optimizer whose states are in `memory`."""
-    return StepByBucket(optim, memory) if memory.is_offloaded else StepAtOnce(optim)
 
 
 class _Part:
@@ -337,7 +237,7 @@ class _Part:
         for tensor in self._all():
             self._memory.page_out(tensor)
         if isinstance(self.holder, Bucket):
-            self.holder.page_out_values()
+            self.holder.page_out()
 
     def _all(self) -> list[Tensor]:
         found = [*self._flat.values(), *self._other.values()]
@@ -345,71 +245,3 @@ class _Part:
             found += [self.holder.shard.values]
             found += [] if self.holder.shard_grads is None else [self.holder.shard_grads]
         return found
-
-
-class StepRecord(Protocol):
-    """Record of the passes since the last step."""
-
-    microbatches: Sequence[Mapping[str, Any]]
-
-    def add_loss(self, loss: Tensor) -> None:
-        """Record the loss of a pass in an ordinary training loop."""
-
-    def end_step(self) -> None:
-        """Record that the optimizer takes its step."""
-
-    def accept(self) -> None:
-        """Record that the gradients of the step are finite."""
-
-
-class Average(Protocol):
-    """An average of the parameters of an optimizer."""
-
-    num_updates: int
-
-    def add(self, buckets: Sequence[Bucket]) -> None:
-        """Average the weights of further buckets."""
-
-    def piece_of(self, bucket: Bucket, piece: BucketSlice) -> Tensor:
-        """Return the average of a piece of a parameter, as a view that may be written."""
-
-    def restart(self) -> None:
-        """Forget the average: the next update copies the weights."""
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """Options of a step.
-
-    Attributes:
-        max_norm: upper limit for the global gradient norm; None for no clipping.
-        nonfinite: "raise", "skip" or "ignore" steps whose gradients are nan or inf on any rank.
-        overlap_allgather: whether the all-gather of parameters may run until the next forward pass.
-        stepper: runs the step of the user's optimizer.
-    """
-
-    max_norm: float | None
-    nonfinite: str
-    overlap_allgather: bool
-    stepper: Stepper
-
-
-@dataclass(frozen=True)
-class LocalParameters:
-    """The parameters of an optimizer on this rank.
-
-    Attributes:
-        names: local parameter -> its Hugging Face name.
-        aliases: name -> the other names of the same (tied) parameter.
-        order: the local parameters as the optimizer held them before, by group; None for those on other stages.
-        frozen: the parameters that have no bucket yet.
-        wholes: the parameters that the optimizer reads whole, although ranks hold parts of them.
-        group_names: names of the parameters of the whole model, by group.
-    """
-
-    names: Mapping[nn.Parameter, str]
-    aliases: Mapping[str, tuple[str, ...]]
-    order: Sequence[Sequence[nn.Parameter | None]]
-    frozen: FrozenParameters
-    wholes: WholeParameters
-    group_names: Sequence[Sequence[str]] = ()

@@ -30,6 +30,7 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import unscaled
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
+from shardformer.distributed.collectives import all_gather_flat
 from shardformer.shard_spec import ShardSpec, parameter_like, spec_of
 
 
@@ -383,6 +384,31 @@ def _release(whole: nn.Parameter, shape: Sequence[int] | None = None) -> None:
     whole.data = whole.data.new_zeros(1).expand(whole.shape if shape is None else shape)
 
 
+def gather_pieces(bucket: Bucket, values: dict[int, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
+    """All-gather whole local tensors, in the shape of the parameters, from the pieces of all ranks.
+
+    All data-parallel ranks must call this; parameters without a piece on any rank are zeros.
+
+    Args:
+        values: parameter index -> values of its piece on this rank.
+        dtype: dtype of the result.
+
+    Returns:
+        The tensors by parameter index.
+    """
+    flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
+    own = bucket.own_shard(flat)
+    for piece in bucket.pieces:
+        if piece.index in values:
+            piece.view(own).copy_(values[piece.index].reshape(-1))
+    if bucket.options.num_shards > 1:
+        all_gather_flat(flat, own.clone(), group=bucket.options.shard_group)
+    return {
+        index: flat[offset : offset + param.numel()].view(param.shape)
+        for index, (param, offset) in enumerate(zip(bucket.params, bucket.offsets, strict=True))
+    }
+
+
 def assemble(param: nn.Parameter, local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Assemble the full tensor, on every rank of the group, from the ranks' `local` shards, split like `param`."""
     spec = spec_of(param)
@@ -414,7 +440,7 @@ def full_gradients(
     cut: dict[str, tuple[nn.Parameter, Tensor]] = {}
     for bucket in buckets:
         values = {piece.index: piece.view(bucket.shard_grads) for piece in bucket.pieces if bucket.used}
-        for index, local in bucket.gather_pieces(values, bucket.grad_dtype).items():
+        for index, local in gather_pieces(bucket, values, bucket.grad_dtype).items():
             if index in bucket.used:
                 param = bucket.params[index]
                 cut[names[param]] = (param, unscaled(local, scale))

@@ -26,7 +26,7 @@ from booster.errors import ConfigurationError
 from booster.integrations.accelerate import Accelerator
 from booster.integrations.prepared_loader import PreparedLoader
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero import backward_checks
+from plugins.hybrid_parallel.loss import backward_checks
 from zoo_tests.booster.integrations.accelerate_loop import LAYOUTS, bert, collate, fresh_accelerate, loader, samples
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 

@@ -55,7 +55,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         """        return torch.compile(layer._call_impl, backend=_BACKEND)(*args, **kwargs)  # for""",
         (f"{_COMPILED}[stage 3]", f"{_COMPILED}[offloaded activations]"),
     ),
-    # zero, zero/comm
+    # zero, zero/collectives
     "gradients of earlier passes forgotten": Edit(
         "plugins.hybrid_parallel.zero.bucket",
         "self.shard_grads.add_(self._result)",
@@ -69,13 +69,13 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{PARITY}[llama-causal_lm-dp2-zero1]",),
     ),
     "sum of replicas keeps the first two": Edit(
-        "plugins.hybrid_parallel.zero.comm.collectives",
+        "plugins.hybrid_parallel.zero.collectives.p2p",
         "        out.add_(part)\n",
         "        pass\n",
         (f"{_OPTIMIZER}::test_four_replicas[1]",),
     ),
     "sum of replicas keeps the first": Edit(
-        "plugins.hybrid_parallel.zero.comm.collectives",
+        "plugins.hybrid_parallel.zero.collectives.p2p",
         "torch.add(first, second, out=out)",
         "out.copy_(first)",
         (f"{PARITY}[bert-masked_lm-dp2-zero1]",),
@@ -99,7 +99,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         ),
     ),
     "padding of buckets takes part in the norm": Edit(
-        "plugins.hybrid_parallel.zero.bucket_gradients",
+        "plugins.hybrid_parallel.zero.bucket",
         "zero([self._flat_grads[start:stop] for start, stop in self._gaps])",
         "torch._foreach_add_([self._flat_grads[start:stop].fill_(0.0) for start, stop in self._gaps], 1.0)",
         (f"{_OPTIMIZER}::test_clipping_equals_torchs[0.05-1]",),
@@ -359,7 +359,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_PLUGIN}/zero/test_two_optimizers.py::test_gradients_that_wait_are_brought_to_a_new_scale",),
     ),
     "clipping adds the norms of optimizers": Edit(
-        "plugins.hybrid_parallel.zero.joint_gradients",
+        "plugins.hybrid_parallel.zero.optimizer",
         "torch.linalg.vector_norm(torch.stack([each.global_norm(norm_type) for each in optimizers]), norm_type)",
         "torch.stack([each.global_norm(norm_type) for each in optimizers]).sum()",
         (f"{_PLUGIN}/zero/test_two_optimizers.py::test_gradients_of_all_optimizers_are_clipped_by_one_norm",),

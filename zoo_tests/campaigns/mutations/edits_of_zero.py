@@ -31,9 +31,9 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         (f"{_OFFLOAD}::test_states_of_one_bucket_are_in_memory_at_a_time",),
     ),
     "a rank's own shard is not among the gathered ones": Edit(
-        "plugins.hybrid_parallel.zero.comm.shard_gather",
-        "rows[self.exchange.rank].copy_(self.shard)",
-        "rows[self.exchange.rank].zero_()",
+        "plugins.hybrid_parallel.zero.collectives.shared_memory",
+        "rows[self.rank].copy_(shard)",
+        "rows[self.rank].zero_()",
         (f"{_STAGES}[llama-causal_lm-dp2-zero3-adamw-clip-num_microbatches=3]",),
     ),
     "masters of sharded parameters made of rounded values": Edit(
@@ -43,7 +43,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         (f"{_LAZY}::test_16_bit_models_keep_the_full_values_for_the_optimizer[bf16-dp2-3]",),
     ),
     "a rank takes the first values of a parameter for its shard": Edit(
-        "plugins.hybrid_parallel.zero.sharded_parameters",
+        "plugins.hybrid_parallel.zero.stage3",
         "values.copy_(source().reshape(-1)[start:stop])",
         "values.copy_(source().reshape(-1)[: stop - start])",
         (f"{_FILES}[llama-causal_lm-tp2dp2-zero1-adamw-tie_word_embeddings=True]",),
@@ -55,7 +55,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         (f"{_FILES}[llama-causal_lm-tp2dp2-zero1-adamw-tie_word_embeddings=True]",),
     ),
     "layers multiply by the packed values from before they were sharded": Edit(
-        "plugins.hybrid_parallel.zero.gathers",
+        "plugins.hybrid_parallel.zero.stage3",
         "self.units.follow(params)\n",
         "pass\n",
         (f"{_PACKED}[quantisation1]",),
@@ -80,15 +80,15 @@ EDITS_OF_ZERO: dict[str, Edit] = {
     ),
     # reductions inside a machine, then across
     "sum of another machine's shard": Edit(
-        "plugins.hybrid_parallel.zero.comm.hierarchical",
+        "plugins.hybrid_parallel.zero.collectives.p2p",
         "exchange.machine: sums[exchange.machine]}",
         "exchange.machine: sums[0]}",
-        ("zoo_tests/hybrid_parallel/zero/comm/test_hierarchical.py::test_two_machines_in_any_order",),
+        ("zoo_tests/hybrid_parallel/zero/collectives/test_hierarchical.py::test_two_machines_in_any_order",),
     ),
     "shards of other machines not passed on": Edit(
-        "plugins.hybrid_parallel.zero.comm.hierarchical",
+        "plugins.hybrid_parallel.zero.collectives.p2p",
         "exchange.machine, place, self._rows[:, exchange.place], self._rows[:, place], tag",
         "exchange.machine, place, self._rows[:1, exchange.place], self._rows[:1, place], tag",
-        ("zoo_tests/hybrid_parallel/zero/comm/test_hierarchical.py::test_two_machines_in_any_order",),
+        ("zoo_tests/hybrid_parallel/zero/collectives/test_hierarchical.py::test_two_machines_in_any_order",),
     ),
 }

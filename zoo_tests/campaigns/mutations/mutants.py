@@ -60,11 +60,8 @@ def apply(name: str) -> None:
 
 
 def _no_data_parallel_reduction() -> None:
-    from plugins.hybrid_parallel.zero.comm.collectives import (
-        ReduceScatterHandle,
-        SharedMemoryCollectives,
-        ZeroCollectives,
-    )
+    from plugins.hybrid_parallel.zero.collectives.backend import ReduceScatterHandle, ZeroCollectives
+    from plugins.hybrid_parallel.zero.collectives.shared_memory import SharedMemoryCollectives
 
     def keep_own(self: ZeroCollectives, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
         shard.copy_(flat.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
+from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.train_sharded import boost

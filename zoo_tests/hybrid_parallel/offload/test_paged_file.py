@@ -16,7 +16,7 @@ import torch
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.offload.paged_file import PagedFile
-from plugins.hybrid_parallel.zero.comm.local_peers import PeerSegment
+from plugins.hybrid_parallel.zero.collectives.shared_memory import PeerSegment
 
 
 def _resident(tensor: torch.Tensor) -> int:

@@ -252,4 +252,4 @@ def test_cpu_changes_nothing_on_a_cpu() -> None:
         model, torch.optim.AdamW(model.parameters()), zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu"
     )[:2]
     assert not optimizer.buckets[0].options.states.is_offloaded
-    assert optimizer.buckets[0].options.exchange.shard_file is None
+    assert optimizer.buckets[0].options.exchange.shard_memory is None

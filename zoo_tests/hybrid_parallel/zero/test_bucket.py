@@ -17,10 +17,8 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, StateMemory, places_in_bucket
-from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
-from plugins.hybrid_parallel.zero.comm.shard_gather import ShardUpdates
-from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, GradBufferPool, StateMemory, places_in_bucket
+from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
 from plugins.hybrid_parallel.zero.grouping import check_optimizer
 from plugins.hybrid_parallel.zero.reducer import norm_of_rank
 from zoo_tests.cuda_trace.recorder import StepRecorder
@@ -170,8 +168,8 @@ def test_local_gradients_stay_for_a_report_without_a_pass_over_them(two_fake_ran
     """As between GPUs, whose ranks do not know at once whether gradients are finite."""
     exchange = ZeroCollectives(dist.group.WORLD)
     pool = GradBufferPool(exchange)
-    group, updates = dist.group.WORLD, ShardUpdates(exchange)
-    options = BucketOptions(group, group, None, 1, False, False, 2**20, exchange, pool, updates, keeps_local)
+    group = dist.group.WORLD
+    options = BucketOptions(group, group, None, 1, False, False, 2**20, exchange, pool, keeps_local)
     params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(40))]
     bucket = Bucket(params, options, 0, [], True, {})
     for step in range(2):
@@ -180,7 +178,8 @@ def test_local_gradients_stay_for_a_report_without_a_pass_over_them(two_fake_ran
             bucket.accumulate(index, gradient)
         bucket.launch()
         with StepRecorder("cpu") as recorder:
-            bucket.finish({0, 1}, None)
+            bucket.complete(None)
+            bucket.keep({0, 1})
         assert sum(count for name, count in recorder.counts.kernels.items() if "norm" in name) == 1, "of the shard"
         local = bucket.local_grads()
         assert (local is not None) == keeps_local

@@ -1,7 +1,7 @@
 """What ZeRO-1 sends in a step, and that its result does not depend on how parameters lie in buckets.
 
 What breaks here first: a buffer that is sent twice, or sums in the order of who owns a shard. Look in
-`plugins/hybrid_parallel/zero/comm/collectives.py` and `bucket.py`.
+`plugins/hybrid_parallel/zero/collectives/p2p.py` and `bucket.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.comm.collectives import ZeroCollectives
-from plugins.hybrid_parallel.zero.comm.local_peers import PeerSegment
-from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
+from plugins.hybrid_parallel.zero.bucket_layout import GradBufferPool
+from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
+from plugins.hybrid_parallel.zero.collectives.shared_memory import PeerSegment
 from zoo_tests.harness.ranks import run_on_ranks
 
 _SIZES = (37, 53, 29, 5)
@@ -48,7 +48,7 @@ def _train(bucket_size: float, **options: Any) -> tuple[nn.Module, Any]:
 
 def _apart() -> Any:
     """As if every rank were on a machine of its own."""
-    return mock.patch("plugins.hybrid_parallel.zero.comm.hierarchical.meet_neighbours", lambda group: None)
+    return mock.patch("plugins.hybrid_parallel.zero.collectives.meet_neighbours", lambda group: None)
 
 
 def _together() -> Any:
@@ -75,8 +75,8 @@ def _bytes_of_a_step(bucket_size: float, place: Callable[[], Any]) -> tuple[int,
         place(),
         mock.patch.object(dist, "irecv", received),
         mock.patch.object(PeerSegment, "map_view", read),
-        mock.patch("plugins.hybrid_parallel.zero.comm.collectives.reduce_scatter_flat", refused),
-        mock.patch("plugins.hybrid_parallel.zero.comm.collectives.all_gather_flat", refused),
+        mock.patch("plugins.hybrid_parallel.zero.collectives.backend.reduce_scatter_flat", refused),
+        mock.patch("plugins.hybrid_parallel.zero.collectives.backend.all_gather_flat", refused),
     ):
         _, optimizer = _train(bucket_size)
     padded = sum(bucket.flat.numel() for bucket in optimizer.buckets)

@@ -1,7 +1,7 @@
 """Hooks on the gradients of parameters see what they see in plain torch, whatever is cut, reduced or accumulated.
 
 What breaks here first: a hook that runs on a share of the gradient. Look in
-`plugins/hybrid_parallel/zero/gradient_hooks.py`.
+`plugins/hybrid_parallel/zero/reducer.py`.
 """
 
 from __future__ import annotations

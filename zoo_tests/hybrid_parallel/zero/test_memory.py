@@ -15,7 +15,7 @@ from torch import Tensor
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.grad_buffer_pool import GradBufferPool
+from plugins.hybrid_parallel.zero.bucket_layout import GradBufferPool
 from plugins.hybrid_parallel.zero.reducer import KEPT_BUFFERS
 from zoo_tests.harness.case import Recipe, share_of
 from zoo_tests.harness.ranks import distributed
@@ -36,7 +36,8 @@ def _check_memory() -> None:
     for bucket in optimizer.buckets:
         bucket.accumulate(0, torch.ones_like(bucket.params[0]))
         bucket.launch()
-        bucket.finish(set(range(len(bucket.params))), None)
+        bucket.complete(None)
+        bucket.keep(set(range(len(bucket.params))))
     optimizer.step()
     of_ranks = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     of_ranks[dist.get_rank()] = _state_bytes(optimizer)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.zero.whole_parameters import gather_pieces
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.harness.toy import global_batch, mean_square, share_of, toy
 
@@ -71,7 +72,7 @@ def _fp32_values(optimizer: Any, name: str) -> Tensor:
         for index, param in enumerate(bucket.params):
             if optimizer.names[param] == name:
                 pieces = {p.index: p.parameter.detach().float() for p in bucket.pieces if p.index == index}
-                return bucket.gather_pieces(pieces, torch.float32)[index].clone()
+                return gather_pieces(bucket, pieces, torch.float32)[index].clone()
     raise KeyError(name)
 
 

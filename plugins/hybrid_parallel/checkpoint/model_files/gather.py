@@ -15,7 +15,7 @@ from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.guards import WholeState
-from plugins.hybrid_parallel.zero.sharded_parameters import ShardedParameters
+from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
 from plugins.hybrid_parallel.zero.whole_parameters import assemble
 from shardformer.distributed.process_groups import ProcessGroups, message_group
 from shardformer.shard_spec import ShardSpec, spec_of

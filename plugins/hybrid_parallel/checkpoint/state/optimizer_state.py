@@ -19,8 +19,8 @@ from plugins.hybrid_parallel.checkpoint.state.model_state import MASTER
 from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX as MODEL
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
-from plugins.hybrid_parallel.zero.grouping import on_state_device
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from plugins.hybrid_parallel.zero.state_dict import on_state_device
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
 from shardformer.shard_spec import ShardSpec, spec_of
 from shardformer.utils.typed_json import from_json, to_json

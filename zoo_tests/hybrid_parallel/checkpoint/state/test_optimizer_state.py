@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from plugins.hybrid_parallel.checkpoint.state.optimizer_state import OptimizerLoad
-from plugins.hybrid_parallel.zero.step import StepAtOnce
+from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
+from plugins.hybrid_parallel.zero.step import Stepper
 
 PRESENT = {"lr": 0.1, "fused": None, "capturable": False}
 
@@ -28,7 +29,7 @@ def test_the_number_of_steps_is_where_the_optimizer_reads_it(saved: dict[str, An
         buckets=[bucket],
         updated=[bucket],
         wholes=(),
-        stepper=StepAtOnce(None),
+        stepper=Stepper(None, StateMemory()),
         averages={},
         names={param: "weight"},
         aliases={},

@@ -1,16 +1,12 @@
-"""Ranks on one machine: who they are, sockets for small messages, and memory that they read from each other.
-
-Sockets on which the ranks of one machine send each other numbers.
-
-A message through gloo wakes a thread of the receiving process, which interrupts its computation: half a millisecond on
-machines without spare cores. These are plain local sockets, read only when a rank waits for a number. The end of a rank
-is noticed at once, because its socket is closed.
-
-Memory of the ranks of one machine that they read from each other.
+"""ZeRO collectives between CPUs of one machine, whose ranks read each other's memory.
 
 A rank's memory is one anonymous file (`memfd_create`): it has no name that could collide, no limit of /dev/shm, and
 needs no cleanup after a rank was killed, because it is gone with the last process that has it open. Other ranks open it
 through /proc and map the parts that they read while they read them.
+
+Small messages go over plain local sockets, read only when a rank waits for a number. A message through gloo wakes a
+thread of the receiving process, which interrupts its computation: half a millisecond on machines without spare cores.
+The end of a rank is noticed at once, because its socket is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +33,18 @@ from torch.distributed import ProcessGroup
 from booster.failure.peers import machine
 from booster.failure.stack_probe import waits_for_ranks
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
+from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ReduceScatterHandle
+from plugins.hybrid_parallel.zero.collectives.p2p import (
+    READ,
+    UPDATED,
+    WRITTEN,
+    Answers,
+    P2PCollectives,
+    SentShard,
+    add_up,
+    tag_of,
+)
 from shardformer.distributed.collectives import world_timeout
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
@@ -80,12 +88,6 @@ class SharedSegment:
         extent, start, _ = self._places.pop(tensor.data_ptr())
         size = -(-tensor.numel() * tensor.element_size() // _PAGE) * _PAGE
         extent.madvise(mmap.MADV_REMOVE, start, size)
-
-    def read_ahead(self, tensor: Tensor) -> None:
-        """Start to bring a tensor from `empty` near; memory always is."""
-
-    def page_out(self, tensor: Tensor) -> None:
-        """Let a tensor from `empty` go until it is used again, where that saves memory."""
 
     def _grow(self, size: int) -> None:
         self._extent_start += len(self._extent) if self._extent is not None else 0
@@ -376,3 +378,171 @@ def meet_neighbours(group: ProcessGroup) -> LocalPeers | None:
     global_ranks = dist.get_process_group_ranks(group)
     lines = {rank: SignalSocket(connection, global_ranks[rank]) for rank, connection in connections.items()}
     return LocalPeers(memory, memories, SignalSockets(lines, timeout_s))
+
+
+# Bytes of another rank's memory that are mapped at a time: they count as memory of both processes.
+_WINDOW = 2**23
+
+
+class SharedMemoryCollectives(P2PCollectives):
+    """ZeRO collectives between CPUs of one machine: every rank reads what it needs from the others' memory.
+
+    Args:
+        group: the process group of the ranks.
+        neighbours: memory of the other ranks and sockets to them.
+    """
+
+    def __init__(self, group: ProcessGroup, neighbours: LocalPeers) -> None:
+        super().__init__(group)
+        self.memory, self._neighbours = neighbours.memory, neighbours
+        self._of_shards, self._memories_of_shards = self.memory, neighbours.memories
+        self._places: dict[int, dict[int, int]] = {}  # address of a shard -> rank -> place of its shard
+        self._updated: Answers | None = None
+
+    def keep_shards_in(self, memory: StateMemory) -> None:
+        """Allocate shards in a file that the other ranks read, a `FileMemory`; see `ZeroCollectives`."""
+        super().keep_shards_in(memory)
+        self._of_shards = memory.file
+        self._memories_of_shards = open_segments(memory.file, self.group)
+
+    def empty_shard(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a shard, and tell the other ranks its place; see `ZeroCollectives`."""
+        shard = super().empty_shard(count, dtype, device)
+        self._places[shard.data_ptr()] = self._exchange_numbers(UPDATED, self._of_shards.place(shard))()
+        return shard
+
+    def broadcast_number(self, turn: int, kind: int, number: int) -> Answers:
+        """Send a number over the sockets between ranks of one machine; see `P2PCollectives`."""
+        lines, tag = self._neighbours.lines, tag_of(turn, kind)
+        for rank in self.others:
+            lines.send(rank, tag, number)
+        return lambda: {rank: lines.receive(rank, tag) for rank in self.others}
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return uninitialized memory of shape [count] that the other ranks can read."""
+        return self.memory.empty(count, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """Release memory from `empty` that no rank uses any more."""
+        self.memory.release(tensor)
+
+    def read(
+        self, rank: int, place: int, row: int, like: Tensor, is_kept: bool = False
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield windows of row `row` of the buffer at `place` in another rank's memory; rows are shaped like `like`."""
+        start = place + row * like.numel() * like.element_size()
+        return _windows(self._neighbours.memories[rank], start, like, is_kept)
+
+    def reduce_scatter(self, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
+        """Start a sum for which `wait` reads the other ranks' summands; see `ZeroCollectives`."""
+        return _ReadShard(self, flat, shard)
+
+    def all_gather(self, flat: Tensor, is_copied: bool = False) -> AllGatherHandle:
+        """Start a gather for which `wait` reads the other ranks' shards; see `ZeroCollectives`."""
+        return _ReadGather(self, flat, is_copied)
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """False: `gather_shard` reads when it is waited for, as there is nothing that could run meanwhile."""
+        return False
+
+    def gather_shard(self, shard: Tensor, flat: Tensor) -> AllGatherHandle:
+        """Return a handle that reads the other ranks' shards in `wait`; see `ZeroCollectives`."""
+        return _ReadShards(self, shard, flat)
+
+    def read_shards(self, shard: Tensor, flat: Tensor) -> None:
+        """Copy the shards of all ranks to `flat`."""
+        rows = flat.view(len(self.others) + 1, -1)
+        rows[self.rank].copy_(shard)
+        for rank, place in self._places[shard.data_ptr()].items():
+            for part, window in _windows(self._memories_of_shards[rank], place, rows[rank], False):
+                rows[rank][part].copy_(window)
+
+    def begin_update(self) -> None:
+        """Wait until all ranks are here; see `ZeroCollectives`."""
+        self.await_update()
+        self._exchange_numbers(READ, 0)()
+
+    def end_update(self) -> None:
+        """Tell the other ranks that this rank's shards are complete; see `ZeroCollectives`."""
+        self._updated = self._exchange_numbers(UPDATED, 0)
+
+    def await_update(self) -> None:
+        """Wait until all ranks have called `end_update`; see `ZeroCollectives`."""
+        if self._updated is not None:
+            self._updated()
+            self._updated = None
+
+    def _exchange_numbers(self, kind: int, number: int) -> Answers:
+        return self.broadcast_number(self.next_turn(), kind, number)
+
+
+class _ReadShard(SentShard):
+    """Handle of a reduce-scatter whose summands are read from the memory of the other ranks."""
+
+    def __init__(self, exchange: SharedMemoryCollectives, flat: Tensor, shard: Tensor) -> None:
+        super().__init__(exchange, shard, [], {})
+        self._own = flat.view(len(exchange.others) + 1, -1)[exchange.rank]
+        self._places = exchange.broadcast_number(self._turn, WRITTEN, exchange.memory.place(flat))
+
+    def wait(self) -> Tensor:
+        rank, places = self._exchange.rank, self._places()
+        # Windows are kept: gradient buffers reuse the same memory.
+        readers = [self._exchange.read(other, place, rank, self.shard, is_kept=True) for other, place in places.items()]
+        for windows in zip(*readers, strict=True):
+            part, _ = windows[0]
+            theirs = {other: window for other, (_, window) in zip(places, windows, strict=True)}
+            add_up({rank: self._own[part], **theirs}, self.shard[part])
+        return self.shard
+
+
+class _ReadGather(AllGatherHandle):
+    """Handle of an all-gather that reads shards in place, or from copies that are released after all have read them."""
+
+    def __init__(self, exchange: SharedMemoryCollectives, flat: Tensor, is_copied: bool) -> None:
+        super().__init__()
+        self._exchange, self._flat, self._turn = exchange, flat, exchange.next_turn()
+        self._rows = flat.view(len(exchange.others) + 1, -1)
+        self._copy: Tensor | None = None
+        if is_copied:
+            self._copy = exchange.memory.empty(self._rows.shape[1], flat.dtype)
+            self._copy.copy_(self._rows[exchange.rank])
+        told = flat if self._copy is None else self._copy
+        self._places = exchange.broadcast_number(self._turn, UPDATED, exchange.memory.place(told))
+        self._answers: Answers | None = None
+
+    def wait(self) -> None:
+        if self._answers is not None:
+            return
+        for rank, place in self._places().items():
+            row = rank if self._copy is None else 0
+            for part, window in self._exchange.read(rank, place, row, self._rows[rank]):
+                self._rows[rank][part].copy_(window)
+        self._answers = self._exchange.broadcast_number(self._turn, READ, 0)
+
+    def close(self) -> None:
+        self.wait()
+        self._answers()
+        if self._copy is not None:
+            self._exchange.memory.release(self._copy)
+            self._copy = None
+
+
+class _ReadShards(AllGatherHandle):
+    """Handle of a gather that reads when it is waited for."""
+
+    def __init__(self, exchange: SharedMemoryCollectives, shard: Tensor, flat: Tensor) -> None:
+        super().__init__()
+        self._exchange, self._shard, self._flat = exchange, shard, flat
+
+    def wait(self) -> None:
+        self._exchange.read_shards(self._shard, self._flat)
+
+
+def _windows(memory: PeerSegment, start: int, like: Tensor, is_kept: bool) -> Iterator[tuple[slice, Tensor]]:
+    """Yield windows of the values at `start` of another rank's memory, as many as `like` has."""
+    count, step = like.numel(), _WINDOW // like.element_size()
+    for first in range(0, count, step):
+        part = slice(first, min(first + step, count))
+        address = start + first * like.element_size()
+        yield part, memory.map_view(address, part.stop - first, like.dtype, is_kept and count <= step)

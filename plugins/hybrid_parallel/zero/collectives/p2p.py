@@ -1,4 +1,7 @@
-"""ZeRO collectives between machines that have several ranks each: inside a machine first, then across.
+"""ZeRO collectives between CPUs whose ranks send each other what they need.
+
+Every rank sends each other rank the shard that this one sums: (p - 1) / p of the buffer per rank instead of the two
+buffers of an all-reduce, and no copy.
 
 Of ranks that exchange with each other directly, those of one machine each send their gradients to every rank of every
 other machine. Summed inside the machine first, a value crosses the network once a machine instead of once a rank: with
@@ -8,7 +11,7 @@ n ranks a machine, an n-th of the traffic. The shards are the same ones, and no 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,21 +19,110 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from booster.failure import peers
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
-from plugins.hybrid_parallel.zero.comm.collectives import (
-    READ,
-    UPDATED,
-    WRITTEN,
-    AllGatherHandle,
-    P2PCollectives,
-    SentShard,
-    SharedMemoryCollectives,
-    ZeroCollectives,
-    add_up,
-    tag_of,
-)
-from plugins.hybrid_parallel.zero.comm.local_peers import meet_neighbours
+from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ReduceScatterHandle, ZeroCollectives
+
+# Meanings of the numbers that ranks send each other.
+WRITTEN, SUMMED, UPDATED, READ = range(4)
+_TAGS = 2**20  # turns whose messages may be in flight
+Answers = Callable[[], dict[int, int]]  # waits for the numbers of the other ranks; returns them by rank
+
+
+class P2PCollectives(ZeroCollectives):
+    """ZeRO collectives between CPUs: every rank sends each other rank the shard that it needs."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self.rank, count = dist.get_rank(group), dist.get_world_size(group)
+        # Start with the next rank, so that not all ranks address the same one first.
+        self.others = [(self.rank + step) % count for step in range(1, count)]
+        self._turns = 0
+
+    def next_turn(self) -> int:
+        """Return the number of the next exchange; all ranks start them in one order, but may wait in another."""
+        self._turns += 1
+        return self._turns
+
+    def broadcast_number(self, turn: int, kind: int, number: int) -> Answers:
+        """Send a number to all other ranks; the returned function waits for theirs of the same turn and kind."""
+        tag = tag_of(turn, kind)
+        answers = [torch.zeros(1, dtype=torch.int64) for _ in self.others]
+        works = [
+            dist.irecv(answer, group=self.group, group_src=rank, tag=tag)
+            for rank, answer in zip(self.others, answers, strict=True)
+        ]
+        message = torch.tensor([number])
+        works += [dist.isend(message, group=self.group, group_dst=rank, tag=tag) for rank in self.others]
+
+        def wait() -> dict[int, int]:
+            for work in works:
+                work.wait()
+            return {rank: int(answer) for rank, answer in zip(self.others, answers, strict=True)}
+
+        return wait
+
+    def reduce_scatter(self, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
+        """Start sending the summands to the ranks that sum them; see `ZeroCollectives`."""
+        rows = flat.view(len(self.others) + 1, -1)
+        place = min(self.others)  # one of the first two summands, which are read as the sum is written
+        parts = {rank: shard if rank == place else torch.empty_like(shard) for rank in self.others}
+        works = [dist.irecv(part, group=self.group, group_src=rank) for rank, part in parts.items()]
+        works += [dist.isend(rows[rank], group=self.group, group_dst=rank) for rank in self.others]
+        return SentShard(self, shard, works, {**parts, self.rank: rows[self.rank]})
+
+    def all_gather(self, flat: Tensor, is_copied: bool = False) -> AllGatherHandle:
+        """Start sending this rank's shard to all other ranks; see `ZeroCollectives`."""
+        rows = flat.view(len(self.others) + 1, -1)
+        works = [dist.irecv(rows[rank], group=self.group, group_src=rank) for rank in self.others]
+        works += [dist.isend(rows[self.rank], group=self.group, group_dst=rank) for rank in self.others]
+        return AllGatherHandle(works)
+
+    def gather_shard(self, shard: Tensor, flat: Tensor) -> AllGatherHandle:
+        """Start sending this rank's shard to all other ranks; see `ZeroCollectives`."""
+        flat.view(len(self.others) + 1, -1)[self.rank].copy_(shard)
+        return self.all_gather(flat)
+
+
+class SentShard(ReduceScatterHandle):
+    """Handle of a reduce-scatter whose summands are sent.
+
+    Args:
+        parts: rank -> its summand.
+    """
+
+    def __init__(self, exchange: P2PCollectives, shard: Tensor, works: Sequence[Any], parts: dict[int, Tensor]) -> None:
+        super().__init__(shard, works)
+        self._exchange, self._parts, self._turn = exchange, parts, exchange.next_turn()
+        self._is_finite = True
+        self._answers: Answers = dict
+
+    def wait(self) -> Tensor:
+        """Wait for the summands and add them up; return the sum, [shard]."""
+        super().wait()
+        add_up(self._parts, self.shard)
+        self._parts = {}
+        return self.shard
+
+    def mark_done(self, is_finite: bool | None) -> None:
+        """Tell the other ranks whether this rank's shard is finite."""
+        self._is_finite = bool(is_finite)
+        self._answers = self._exchange.broadcast_number(self._turn, SUMMED, int(self._is_finite))
+
+    def wait_all_done(self) -> bool | None:
+        """Wait for the other ranks; return whether the whole sum is finite."""
+        return all(self._answers().values()) and self._is_finite
+
+
+def add_up(parts: Mapping[int, Tensor], out: Tensor) -> None:
+    """Sum all parts into `out` in rank order, so that the bits do not depend on the rank that adds."""
+    first, second, *others = (part for _, part in sorted(parts.items()))
+    torch.add(first, second, out=out)
+    for part in others:
+        out.add_(part)
+
+
+def tag_of(turn: int, kind: int) -> int:
+    """Return the tag of a rank's messages of one kind in one exchange."""
+    return turn % _TAGS * 4 + kind
 
 
 class HierarchicalCollectives(P2PCollectives):
@@ -156,28 +248,3 @@ class HierarchicalGather(AllGatherHandle):
         """Wait until all shards have arrived."""
         self._exchange.start_second_halves(self)
         super().wait()
-
-
-def exchange_of(group: ProcessGroup, device: torch.device) -> ZeroCollectives:
-    """Choose the fastest collectives for these ranks; must be called on all of them."""
-    uses_gloo = device.type == "cpu" and "gloo" in str(dist.get_backend_config(group))
-    if not uses_gloo or dist.get_world_size(group) == 1:
-        return ZeroCollectives(group)
-    neighbours = meet_neighbours(group)
-    if neighbours is not None:
-        return SharedMemoryCollectives(group, neighbours)
-    per_machine = ranks_per_machine(all_gather_json(peers.machine(), group))
-    return P2PCollectives(group) if per_machine == 1 else HierarchicalCollectives(group, per_machine)
-
-
-def ranks_per_machine(machines: Sequence[str]) -> int:
-    """Return how many neighbours each machine has; 1 if that differs, or there is one machine alone.
-
-    Args:
-        machines: the machine of each rank.
-    """
-    count = next((rank for rank, name in enumerate(machines) if name != machines[0]), len(machines))
-    blocks = [set(machines[start : start + count]) for start in range(0, len(machines), count)]
-    is_regular = len(machines) % count == 0 and all(len(block) == 1 for block in blocks)
-    is_apart = len(set(machines)) == len(blocks) > 1
-    return count if is_regular and is_apart else 1

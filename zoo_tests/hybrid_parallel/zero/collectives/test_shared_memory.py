@@ -2,7 +2,7 @@
 
 What breaks here first: memory that is reused while another rank still reads it, a rank that waits for one that died, or
 files that stay open. Look in `local_peers.py` of
-`plugins/hybrid_parallel/zero/comm`.
+`plugins/hybrid_parallel/zero/collectives`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.comm.collectives import P2PCollectives, SharedMemoryCollectives, ZeroCollectives
-from plugins.hybrid_parallel.zero.comm.hierarchical import exchange_of
-from plugins.hybrid_parallel.zero.comm.local_peers import (
+from plugins.hybrid_parallel.zero.collectives import exchange_of
+from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
+from plugins.hybrid_parallel.zero.collectives.p2p import P2PCollectives
+from plugins.hybrid_parallel.zero.collectives.shared_memory import (
     Listener,
     PeerSegment,
+    SharedMemoryCollectives,
     SharedSegment,
     SignalSocket,
     SignalSockets,
@@ -140,7 +142,7 @@ def test_what_an_ended_rank_has_said_is_heard() -> None:
 
 _TWO_THAT_END = """
 import os, socket
-from plugins.hybrid_parallel.zero.comm.local_peers import SignalSocket, SignalSockets
+from plugins.hybrid_parallel.zero.collectives.shared_memory import SignalSocket, SignalSockets
 
 ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 is_second = os.fork() == 0
@@ -181,12 +183,14 @@ def _kinds(make: Callable[[], Any]) -> list[type[ZeroCollectives]]:
 
 def _one_sees_no_neighbours() -> Any:
     """A rank in a container of its own, which the others cannot look into."""
-    hidden = mock.patch("plugins.hybrid_parallel.zero.comm.local_peers.PeerSegment", side_effect=PermissionError)
+    hidden = mock.patch(
+        "plugins.hybrid_parallel.zero.collectives.shared_memory.PeerSegment", side_effect=PermissionError
+    )
     return hidden if dist.get_rank() == 1 else contextlib.nullcontext()
 
 
 def _another_system() -> Any:
-    return mock.patch("plugins.hybrid_parallel.zero.comm.local_peers.SharedSegment", side_effect=OSError)
+    return mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.SharedSegment", side_effect=OSError)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +223,9 @@ def _train(exchange: type[ZeroCollectives] | None, accumulates: bool, overlap: b
     model = nn.Sequential(nn.Embedding(11, 16), *(nn.Linear(16, 16) for _ in range(8)))
     made = contextlib.nullcontext()
     if exchange is not None:
-        made = mock.patch("plugins.hybrid_parallel.zero.comm.hierarchical.SharedMemoryCollectives", exchange)
+        made = mock.patch("plugins.hybrid_parallel.zero.collectives.SharedMemoryCollectives", exchange)
         if exchange is P2PCollectives:
-            made = mock.patch("plugins.hybrid_parallel.zero.comm.hierarchical.meet_neighbours", lambda group: None)
+            made = mock.patch("plugins.hybrid_parallel.zero.collectives.meet_neighbours", lambda group: None)
     with made:
         plugin = HybridParallelPlugin(zero_bucket_size_in_mb=0.001, overlap_allgather=overlap)
         booster = Booster(plugin=plugin)

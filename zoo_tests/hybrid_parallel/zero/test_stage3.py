@@ -1,7 +1,7 @@
 """When a backward pass begins and ends to use a module, and that a graph takes its hooks along when it is freed.
 
 What breaks here first: a hook refers to a node that refers to it, and every step leaves its graph behind. Look in
-`plugins/hybrid_parallel/zero/gathers.py`.
+`plugins/hybrid_parallel/zero/stage3.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plugins.hybrid_parallel.zero.gathers import UseInBackward
+from plugins.hybrid_parallel.zero.stage3 import UseInBackward
 
 
 class _Events(list):

@@ -1,0 +1,1 @@
+"""Tests of `plugins/hybrid_parallel/zero/collectives`."""
