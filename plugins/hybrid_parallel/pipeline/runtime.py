@@ -16,9 +16,9 @@ from booster.errors import ConfigurationError
 from booster.profiling.report import PIPELINE_MARK
 from plugins.hybrid_parallel.data.microbatch import signature
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from plugins.hybrid_parallel.pipeline.message_order import Turn, order_messages, split_at_backward
 from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, Specs, TensorSpec, connect, specs_of
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
+from plugins.hybrid_parallel.pipeline.simulate import Turn, order_messages, split_at_backward
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from shardformer.layers.replicated_linear import defer_weight_grads
 from shardformer.matmul.weight_grad import DeferredWeightGrads, WeightGradStore, autocast_dtype, run_deferred
@@ -266,7 +266,20 @@ class PassState:
         message = self._message_for(action)
         recorder = self.runtime.recorder
         with record_function(PIPELINE_MARK + action.title), recorder.action(action) if recorder else nullcontext():
-            self._execute(action, message)
+            if action.kind is Kind.FORWARD:
+                with self._splitting():
+                    self._forward(action, message)
+                return
+            where = action.stage, action.microbatch
+            # Outside autocast, like `loss.backward()` in an ordinary loop.
+            with torch.autocast(self.runtime.mesh.device.type, enabled=False):
+                if action.kind is Kind.BACKWARD_WEIGHT:
+                    run_deferred(self.deferred.pop(where))
+                    return
+                # A whole backward pass splits too, for layers that are recomputed.
+                deferred = None if action.kind is Kind.BACKWARD else self.deferred.setdefault(where, [])
+                with self._splitting(deferred):
+                    self._backward(action, message)
 
     def send(self) -> None:
         """Send the result of the last action, if another stage needs it."""
@@ -283,26 +296,6 @@ class PassState:
         source = links.activations_in if action.kind is Kind.FORWARD else links.gradients_in
         needs_none = source is None or action.kind is Kind.BACKWARD_WEIGHT
         return None if needs_none else source.wait()  # from another stage of this rank
-
-    def _execute(self, action: Action, message: StageMessage | None) -> None:
-        if action.kind is Kind.FORWARD:
-            with self._splitting():
-                self._forward(action, message)
-            return
-        # Outside autocast, like `loss.backward()` in an ordinary loop.
-        with torch.autocast(self.runtime.mesh.device.type, enabled=False):
-            self._execute_backward(action, message)
-
-    def _execute_backward(self, action: Action, message: StageMessage | None) -> None:
-        where = action.stage, action.microbatch
-        if action.kind is Kind.BACKWARD:
-            with self._splitting():  # for layers that are recomputed
-                self._backward(action, message)
-        elif action.kind is Kind.BACKWARD_INPUT:
-            with self._splitting(self.deferred.setdefault(where, [])):
-                self._backward(action, message)
-        else:
-            run_deferred(self.deferred.pop(where))
 
     def _splitting(self, deferred: DeferredWeightGrads | None = None) -> AbstractContextManager[None]:
         store = self.runtime.weight_grad_store

@@ -26,7 +26,6 @@ from plugins.hybrid_parallel.loss.arithmetic import exact_sum
 from plugins.hybrid_parallel.loss.replica_losses import ReplicaLosses, RowWeight
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
-from plugins.hybrid_parallel.pipeline.outputs import detached
 from plugins.hybrid_parallel.pipeline.runtime import PassState
 from plugins.hybrid_parallel.step.batch_split import BatchSplit, BatchSplitter
 from plugins.hybrid_parallel.step.outputs import (
@@ -39,6 +38,7 @@ from plugins.hybrid_parallel.step.outputs import (
     StageOutputs,
     build,
     describe_outputs,
+    detached,
     joined,
     leaves,
     reason_withheld,

@@ -142,7 +142,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_SCHEDULES}[llama-causal_lm-pp2-zero1-clip-pp_style=zero_bubble-num_microbatches=7]",),
     ),
     "outputs of micro-batches in reverse": Edit(
-        "plugins.hybrid_parallel.pipeline.outputs",
+        "plugins.hybrid_parallel.step.outputs",
         "return torch.cat(list(values))",
         "return torch.cat(list(values)[::-1])",
         (f"{_PLUGIN}/pipeline/test_outputs.py::test_outputs_of_a_head_on_every_rank[pp2-gpt2-lm_head]",),

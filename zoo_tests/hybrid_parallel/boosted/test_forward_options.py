@@ -2,7 +2,7 @@
 transformers returns, or is refused on every rank.
 
 What breaks here first: heads of one rank, fields that micro-batches leave out, and options that lie in the
-configuration. Look in `plugins/hybrid_parallel/boosted/forward_options.py` and `pipeline/outputs.py`.
+configuration. Look in `plugins/hybrid_parallel/boosted/forward_options.py` and `step/outputs.py`.
 """
 
 from __future__ import annotations

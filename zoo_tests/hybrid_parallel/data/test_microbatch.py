@@ -34,7 +34,7 @@ from plugins.hybrid_parallel.data.microbatch import (
     to_device,
     without_rows,
 )
-from plugins.hybrid_parallel.pipeline.outputs import merge_outputs
+from plugins.hybrid_parallel.step.outputs import merge_outputs
 from shardformer.loss.terms import HeadLoss, LossTerm
 from shardformer.loss.text import not_ignored
 from zoo_tests.harness.documents import one_row

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from plugins.hybrid_parallel.pipeline.message_order import order_messages
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
+from plugins.hybrid_parallel.pipeline.simulate import order_messages
 
 
 class Link(NamedTuple):
