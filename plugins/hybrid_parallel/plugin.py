@@ -237,7 +237,7 @@ class HybridParallelPlugin(Plugin):
         is_asked = all(model.require_backward_grad_sync for model in self._live_models())
         synchronises = is_asked or any(reducer.hooks for reducer in reducers)
         if count is not None:
-            self._check_sum(is_asked, synchronises)
+            self._check_sum(is_asked, synchronises, optimizer)
         if optimizer.num_steps < FIRST_STEPS:
             check_loss(loss.detach(), self.grid)
             self._labels.check_factor(loss, kind is LossKind.MEAN_OF_ROWS)
