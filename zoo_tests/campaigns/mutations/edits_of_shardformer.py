@@ -20,6 +20,7 @@ _FUSED = f"{_SHARDFORMER}/cross_entropy/test_fused_linear.py::test_head_over_two
 _ROUTERS = f"{_SHARDFORMER}/loss/test_routers.py::test_it_is_that_of_plain_training"
 _MIXTRAL = "mixtral-causal_lm-dp2-zero1-momentum-fp32-clip-ep_size=2"
 _CROWDED = "mixtral-causal_lm-tp2-zero1-momentum-fp32-clip-ep_size=1-expert_capacity_factor=0.6"
+_WITHOUT_PACKAGE = "test_without_a_package_documents_run_on_the_kernel_of_torch"
 _KERNELS = "enable_flash_attention=True-enable_fused_normalization=True"
 
 _MESSAGES = "zoo_tests/parity/test_stage_messages.py::test_what_later_stages_read_travels"
@@ -160,6 +161,12 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "falls = (steps == 0) & (positions[:, 1:] == least)",
         (f"{_SHARDFORMER}/attention/test_flash_attn.py::test_it_is_told_of_documents_in_several_rows[Llama]",),
     ),
+    "documents on torch's flash kernel forget the window": Edit(
+        "shardformer.attention.varlen",
+        "window = (before, 0 if causal else before)",
+        "window = (-1, 0 if causal else -1)",
+        (f"{_SHARDFORMER}/attention/test_flash_attn.py::{_WITHOUT_PACKAGE}[Mistral-True]",),
+    ),
     "scores of uneven heads padded in front": Edit(
         "shardformer.transforms.attention_kernels",
         "(0, 0, 0, 0, 0, most - heads)",
@@ -172,6 +179,12 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "Block(everything, slice(0, chunk))",
         "Block(everything, slice(chunk, None))",
         (f"{_ZIGZAG}::test_a_criterion_sees_whole_sequences",),
+    ),
+    "padding behind real tokens sees none of its chunk": Edit(
+        "shardformer.context_parallel.attention",
+        "begin = end  #",
+        "begin = stop  #",
+        (f"{_SHARDFORMER}/context_parallel/test_attention.py::test_pairs_computed_are_pairs_needed",),
     ),
     "positions counted from the start of a part": Edit(
         "shardformer.context_parallel.zigzag",
