@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.policies.proposed.plan import ProposedPlan
-from shardformer.policies.proposed.recording import Recording, record
-from shardformer.policies.proposed.regions import find_regions, local_choices, with_own_masks
+from shardformer.policies.proposed.regions import Recording, find_regions, local_choices, record, with_own_masks
 from shardformer.utils.customizations import stored_weight
 from shardformer.utils.module_paths import starred
 
