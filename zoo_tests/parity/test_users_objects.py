@@ -159,6 +159,22 @@ def test_boosting_and_training_leave_the_scripts_objects_alone(family: str, opti
     engine.execute_pipeline(iter([batch]), other, optimizer=optimizer)
 
 
+@pytest.mark.parametrize("options", [{"cp_size": 2}, pytest.param(_TWO, marks=pytest.mark.slow)])
+@distributed(2)
+def test_packed_rows_leave_the_scripts_configuration_alone(options: dict[str, Any]) -> None:
+    config = transformers.LlamaConfig(**_TEXT)
+    model, before = _build("Llama", config), _deep(config)
+    documents = [{"input_ids": list(range(length))} for length in (5, 7, 9, 4, 6)]
+    loader = booster.data.pack(documents, max_tokens=32, rows_per_step=1).loader()
+    engine = Booster(plugin=HybridParallelPlugin(**options))
+    boosted, optimizer, loader = engine.boost(model, torch.optim.SGD(model.parameters()), loader)
+    for batch in loader:
+        engine.execute_pipeline(iter([batch]), boosted, optimizer=optimizer)
+        optimizer.step()
+    assert _deep(config) == before
+    _build("Llama", config)(input_ids=_IDS, labels=_IDS).loss.backward()
+
+
 class _Drawn(nn.Module):
     """Weights come from the generators of torch, Python and numpy, and dropout is on."""
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -95,7 +97,11 @@ def _sentence(error: Exception) -> str:
     if not isinstance(error, OSError | ValueError | KeyError | MemoryError):
         # A mistake of this library, not of the user.
         _logger.error("%s on rank %d", type(error).__name__, dist.get_rank(), exc_info=error)
-    return f"{type(error).__name__} on rank {dist.get_rank()}: {error}"
+    said = f"{type(error).__name__} on rank {dist.get_rank()}: {error}"
+    if isinstance(error, KeyError) and error.__traceback__ is not None:  # the key alone tells nobody what lacks it
+        *_, last = traceback.extract_tb(error.__traceback__)
+        said += f" is not there ({Path(last.filename).name}, line {last.lineno})"
+    return said
 
 
 _MISMATCH = "Detected mismatch between collectives"
