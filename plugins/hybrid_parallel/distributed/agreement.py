@@ -98,7 +98,7 @@ def _sentence(error: Exception) -> str:
         # A mistake of this library, not of the user.
         _logger.error("%s on rank %d", type(error).__name__, dist.get_rank(), exc_info=error)
     said = f"{type(error).__name__} on rank {dist.get_rank()}: {error}"
-    if isinstance(error, KeyError) and error.__traceback__ is not None:  # the key alone tells nobody what lacks it
+    if isinstance(error, KeyError) and error.__traceback__ is not None:  # the key alone does not say what lacks it
         *_, last = traceback.extract_tb(error.__traceback__)
         said += f" is not there ({Path(last.filename).name}, line {last.lineno})"
     return said
