@@ -1,7 +1,7 @@
 """`offload_activations`: the same bits as without, whatever saves tensors and whenever they are needed again.
 
 What breaks here first: memory that is used again before it is copied, and a copy of other values than those that were
-saved. Look in `plugins/hybrid_parallel/offload/saved_tensors.py`.
+saved. Look in `plugins/hybrid_parallel/offload/activations.py`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch, c
 from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, cast_inputs, has_floats
 from plugins.hybrid_parallel.data.microbatch import stand_in, to_device, without_rows
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
-from plugins.hybrid_parallel.debug.trace import StepTrace
+from plugins.hybrid_parallel.debug.nonfinite import StepTrace
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
 from plugins.hybrid_parallel.loss.backward_checks import refuse_backward

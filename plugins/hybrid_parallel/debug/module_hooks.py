@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from booster.logging import get_logger
-from plugins.hybrid_parallel.debug.trace import BACKWARD, MODULE, Finding, describe, is_bad
+from plugins.hybrid_parallel.debug.nonfinite import BACKWARD, MODULE, Finding, describe, is_bad
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.bucket_parameter import native_grad
 from shardformer.utils.untraced import in_backward

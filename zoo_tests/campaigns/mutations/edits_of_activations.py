@@ -9,7 +9,7 @@ _PIPELINE = f"{_BITS}[gpt2-lm_head-pp2-zero1-adamw-fp32-clip]"
 
 EDITS_OF_ACTIVATIONS: dict[str, Edit] = {
     "a saved view starts where its memory starts": Edit(
-        "plugins.hybrid_parallel.offload.saved_tensors",
+        "plugins.hybrid_parallel.offload.activations",
         "whole.as_strided(self._shape, self._stride, self._offset)",
         "whole.as_strided(self._shape, self._stride, 0)",
         (_PIPELINE,),

@@ -16,7 +16,7 @@ import pytest
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
-from plugins.hybrid_parallel.config import other_names
+from plugins.hybrid_parallel.config import option_group
 from plugins.hybrid_parallel.config.json_layout import options_of_text
 from plugins.hybrid_parallel.config.options import OPTIONS
 from plugins.hybrid_parallel.config.zero import ZeroOptions
@@ -215,11 +215,11 @@ def test_unknown_option_names_what_to_write(name: str, instead: str) -> None:
 
 
 def test_names_of_other_libraries_lead_to_valid_options() -> None:
-    assert not set(other_names._ELSEWHERE).intersection(OPTIONS)
-    names = [name for names in other_names._OPTIONS.values() for name in names.split()]
+    assert not set(option_group._ELSEWHERE).intersection(OPTIONS)
+    names = [name for names in option_group._OF_OTHERS.values() for name in names.split()]
     assert len(set(names)) == len(names)
     needed = {"offload_parameters": {"zero_stage": 3}, "num_model_chunks": {"pp_style": "interleaved"}}
-    for use in other_names._OPTIONS:
+    for use in option_group._OF_OTHERS:
         options = options_of_text(use.replace(" and ", ","))
         further = [needed[name] for name in options if name in needed]
         HybridParallelConfig.from_options(**dict(ChainMap(options, *further, {"tp_size": 2, "pp_size": 2})))

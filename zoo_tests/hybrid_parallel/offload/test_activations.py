@@ -1,7 +1,7 @@
 """Saved tensors that leave memory: what stays, what is read when, and what becomes of the space.
 
 What breaks here first: a copy that outlives its graph, and a change in place that nobody notices. Look in
-`plugins/hybrid_parallel/offload/saved_tensors.py`.
+`plugins/hybrid_parallel/offload/activations.py`.
 """
 
 from __future__ import annotations
