@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ def measure(sizes: tuple[int, int, int], dtype: torch.dtype, repeats: int) -> di
     def library(deferring: bool) -> None:
         with deferred_logits(model) if deferring else parallel_logits(model) if cut else nullcontext():
             logits = model(hidden)
-            finish(token_sum(model, logits, F.pad(labels, (0, 1), value=-100)[:, 1:]))
+            finish(token_sum(model, "logits", SimpleNamespace(logits=logits), F.pad(labels, (0, 1), value=-100)[:, 1:]))
 
     def transformers_loss() -> None:
         logits = model(hidden)

@@ -68,7 +68,7 @@ def measure(repeats: int) -> dict[str, list[float]]:
     inputs: list[dict[str, Any]] = [{"input_ids": ids[index], "use_cache": False} for index in range(MICROBATCHES)]
 
     def ours() -> None:
-        runtime.execute(runtime.begin(inputs, lambda out, i: F.cross_entropy(out.logits, labels[i])), schedule)
+        runtime.begin(inputs, lambda out, i: F.cross_entropy(out.logits, labels[i])).execute(schedule)
         stage.zero_grad()
 
     module = StageModule(stage, rank == 0, ids[0])

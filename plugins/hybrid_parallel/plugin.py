@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,24 +22,20 @@ from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.json_layout import is_planned, options_at
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_kind, check_loss
 from plugins.hybrid_parallel.data.loading import Loading, check_batch_size
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.debug.consistency import check_options
 from plugins.hybrid_parallel.distributed.agreement import broadcast_json, naming_ranks
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, announce_grid, build_mesh
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh
 from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
 from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_optimizer
-from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas, share_of_counted
-from plugins.hybrid_parallel.loss.backward_checks import LabelCounts, check_weights_in_loss, refuse_backward
-from plugins.hybrid_parallel.loss.replica_losses import LossKind, loss_and_count, over_replicas
+from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
 from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
 from plugins.hybrid_parallel.setup.optimizer import build_trained
+from plugins.hybrid_parallel.step.backward import LossBackward
 from plugins.hybrid_parallel.step.execute_pipeline import run_batch
-from plugins.hybrid_parallel.step.user_loop import agree
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
-from plugins.hybrid_parallel.zero.reducer import counting
 from shardformer.attention import log_once
 from shardformer.utils.freed_memory import return_freed_memory
 
@@ -226,91 +222,11 @@ class HybridParallelPlugin(Plugin):
         models of this plugin that contributed to the loss.
         """
         check_boosted_optimizer(optimizer)
-        loss, count = loss_and_count(loss)
-        kind = LossKind.SUM if count is not None else LossKind.MEAN_OF_ROWS if by_rows else LossKind.MEAN_OF_REPLICAS
-        if self.pp_size > 1:
-            agree(self.grid, f"calls booster.backward with {kind.value}")
-        if self.tp_size > 1:
-            check_weights_in_loss(loss)
-        reducers = [each.reducer for each in optimizer.peers]
-        # Gradient hooks run once per pass, as in plain torch, so each pass is reduced by itself.
-        is_asked = all(model.require_backward_grad_sync for model in self._live_models())
-        synchronises = is_asked or any(reducer.hooks for reducer in reducers)
-        if count is not None:
-            self._check_sum(is_asked, synchronises, optimizer)
-        if optimizer.num_steps < FIRST_STEPS:
-            check_loss(loss.detach(), self.grid)
-            self._labels.check_factor(loss, kind is LossKind.MEAN_OF_ROWS)
-            if count is not None:
-                check_loss(torch.as_tensor(count).detach(), self.grid, "count of the loss")
-            if synchronises:
-                check_kind(kind, self.grid)
-        if kind is LossKind.MEAN_OF_ROWS and synchronises:
-            self._labels.compare(loss, self._model_of(optimizer).user_loop)
-        count = None if count is None else over_replicas(count, self.grid)
-        with ExitStack() as stack:
-            stack.enter_context(naming_ranks())
-            self._compare_ranks(optimizer)
-            others = self._optimizers_besides(optimizer)
-            for each in (*optimizer.peers, *others):
-                stack.enter_context(each.accepting_gradients(optimizer.loss_scale.value if each in others else None))
-            counts = stack.enter_context(counting(reducers, [each.reducer for each in others], count))
-            for model in self._live_models():
-                stack.enter_context(model.user_loop.losses.of(kind))
-            scale, num_replicas = optimizer.loss_scale.value, self.grid.size(DP_CP)
-            if counts is None:
-                share = mean_over_replicas(loss, num_replicas, scale)
-            else:
-                share = share_of_counted(loss, counts.divisor, scale)
-            optimizer.trace.add_loss(loss.detach())
-            # Parts of the batch have passes after that of the loss, the last of which completes the gradients.
-            for reducer in () if self.config.runs_parts else reducers:
-                reducer.begin_backward(is_final=synchronises)
-            with ExitStack() as of_outputs:
-                for each in (*optimizer.peers, *others) if self.config.runs_parts else ():
-                    of_outputs.enter_context(each.reducer.expecting_none())
-                share.backward()
-            if self.config.runs_parts:
-                self._run_pipelines_back(optimizer, synchronises)
-            reducers += [each.reducer for each in others if each.reducer.pending]
-            for reducer in reducers:
-                reducer.end_backward(is_final=synchronises)
-        if synchronises and optimizer.trace.microbatches:
-            self._loading.first_batches.compare(optimizer.trace.microbatches[-1])
-
-    def _compare_ranks(self, optimizer: HybridParallelOptimizer) -> None:
-        """Compare what ranks share, if it is due: a pass would spread what has diverged since the last step."""
-        for model in self._live_models():
-            if optimizer in model.optimizers:
-                model.synchrony.run_if_due(model.optimizers)
-
-    def _run_pipelines_back(self, optimizer: HybridParallelOptimizer, synchronises: bool) -> None:
-        """Run the pipelines of all models whose outputs the loss has reached."""
-        for model in self._live_models():
-            if model.user_loop.pending or optimizer in model.optimizers:
-                model.user_loop.backward(synchronises and optimizer in model.optimizers)
-
-    def _optimizers_besides(self, optimizer: HybridParallelOptimizer) -> list[HybridParallelOptimizer]:
-        """Return the optimizers of the other models that this plugin has boosted."""
-        return [each for model in self._live_models() if optimizer not in model.optimizers for each in model.optimizers]
+        self._backward.run(loss, optimizer, by_rows, self._live_models())
 
     def _live_models(self) -> list[HybridParallelModel]:
         """Return the models that this plugin has boosted."""
         return [model for reference in self._models if (model := reference()) is not None]
-
-    def _model_of(self, optimizer: HybridParallelOptimizer) -> HybridParallelModel:
-        return next(model for model in self._live_models() if optimizer in model.optimizers)
-
-    def _check_sum(self, is_asked: bool, synchronises: bool, optimizer: HybridParallelOptimizer) -> None:
-        """Refuse a loss (sum, count) whose count over all passes must be known, or added up, in another way."""
-        if synchronises != is_asked:
-            raise ConfigurationError(
-                "gradient hooks run on the gradients of each pass, which a (sum, count) inside of no_sync divides by "
-                "the count of later passes too; remove the hooks, or leave no_sync out"
-            )
-        units = self._model_of(optimizer).units
-        if units is not None:
-            units.refuse_sums()
 
     @failure.guard("booster.execute_pipeline")
     def execute_pipeline(
@@ -339,7 +255,7 @@ class HybridParallelPlugin(Plugin):
             self._loading.first_batches.compare(as_batch(batch))
         with naming_ranks():
             if optimizer is not None:
-                self._compare_ranks(optimizer)
+                model.synchrony.run_if_due(model.optimizers)
             return run_batch(model, batch, criterion, optimizer is not None, return_loss, return_outputs)
 
     def _adapt(
@@ -438,8 +354,8 @@ class HybridParallelPlugin(Plugin):
         return built.model, list(built.model.optimizers)
 
     @cached_property
-    def _labels(self) -> LabelCounts:
-        return LabelCounts(self.grid)
+    def _backward(self) -> LossBackward:
+        return LossBackward(self.grid, self.config, self._loading.first_batches)
 
     @cached_property
     def _loading(self) -> Loading:

@@ -20,26 +20,16 @@ from shardformer.distributed.blocks import BlockedTensor, blocks_of, sum_over_bl
 from shardformer.distributed.collectives import reduce_from_region
 
 
-def cross_entropy_sum(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_range: tuple[int, int] | None = None,
-    group: ProcessGroup | None = None,
-    ignore_index: int = -100,
-) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Sum the cross-entropy over the labels that are not `ignore_index`; 0 if there are none.
 
     Args:
-        logits: [tokens, classes], or [tokens, padded vocabulary / ranks] with `vocab_range`.
-        labels: [tokens], the same on every rank.
-        vocab_range: first and end row of the vocabulary that the local `logits` cover; None for whole logits.
-        group: the axis over which the vocabulary is sharded.
+        logits: [tokens, classes].
+        labels: [tokens].
 
     The result is at least fp32, whatever the precision of the logits.
     """
-    if vocab_range is None:
-        return F.cross_entropy(_at_least_fp32(logits), labels, ignore_index=ignore_index, reduction="sum")
-    return cross_entropy_of_tokens(logits, labels, vocab_range, group, ignore_index).sum()
+    return F.cross_entropy(_at_least_fp32(logits), labels, ignore_index=ignore_index, reduction="sum")
 
 
 def cross_entropy_of_tokens(
@@ -49,7 +39,14 @@ def cross_entropy_of_tokens(
     group: ProcessGroup | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return losses [tokens], 0 where the label is `ignore_index`; arguments and precision: see `cross_entropy_sum`."""
+    """Return losses [tokens], at least fp32, 0 where the label is `ignore_index`.
+
+    Args:
+        logits: [tokens, classes], or [tokens, padded vocabulary / ranks] with `vocab_range`.
+        labels: [tokens], the same on every rank.
+        vocab_range: first and end row of the vocabulary that the local `logits` cover; None for whole logits.
+        group: the axis over which the vocabulary is sharded.
+    """
     logits = _at_least_fp32(logits)
     if vocab_range is None:
         return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
@@ -97,7 +94,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 picked = part.gather(1, local_labels.unsqueeze(-1)).squeeze(-1) - peak
                 sums[-1][1] = picked.masked_fill(~here, 0.0)
             saved += [probabilities, local_labels, here]
-        total = _sum(sums, group)
+        if blocks_of(group) is not None:
+            total = sum_over_blocks(sums, group)
+        else:
+            (total,) = sums
+            dist.all_reduce(total, group=group)
 
         counted = labels != ignore_index
         for probabilities in saved[::3]:
@@ -118,14 +119,6 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             probabilities.mul_((counted * grad).unsqueeze(-1))
             grads.append(F.pad(probabilities, (0, padding)) if padding else probabilities)
         return None, None, None, None, *grads
-
-
-def _sum(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    if blocks_of(group) is not None:
-        return sum_over_blocks(parts, group)
-    (total,) = parts
-    dist.all_reduce(total, group=group)
-    return total
 
 
 def token_scores(

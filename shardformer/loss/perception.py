@@ -133,7 +133,7 @@ def masked_visual_tokens(model: nn.Module) -> HeadLoss:
         return labels.new_full(masked.shape, IGNORE_INDEX).masked_scatter(masked, labels)
 
     def total(outputs: Any, labels: Tensor) -> Tensor:
-        return token_sum(model, outputs.logits, labels)
+        return token_sum(model, "logits", outputs, labels)
 
     return HeadLoss(LossTerm("labels", not_ignored, total, prepare=of_patches))
 

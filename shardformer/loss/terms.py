@@ -172,13 +172,13 @@ class HeadLoss:
         Args:
             part: labels [batch, seq] -> labels of the tokens that `outputs` cover; None if they cover all tokens.
         """
-        labels = self.token_labels(batch)
-        batch = self._seen(batch)
-        labels = labels if part is None else [part(each) for each in labels]
-        terms, counts = self._given(batch), dict(zip(self.terms, global_counts, strict=True))
-        totals = [term.total(outputs, each) for term, each in zip(terms, labels, strict=True)]
-        factors = [term.factor(batch, counts[term]) for term in terms]
-        return sum(total * factor.to(total.dtype) for total, factor in zip(totals, factors, strict=True))
+        batch, counts = self._seen(batch), dict(zip(self.terms, global_counts, strict=True))
+        share: Any = 0
+        for term in self._given(batch):
+            labels = term.labels_of(batch)
+            total = term.total(outputs, labels if part is None else part(labels))
+            share = share + total * term.factor(batch, counts[term]).to(total.dtype)
+        return share
 
     def _given(self, batch: Batch) -> list[LossTerm]:
         """Return the terms of the loss of this batch."""

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.cross_entropy.deferred_logits import loss_of
-from shardformer.cross_entropy.vocab_parallel import cross_entropy_sum
+from shardformer.cross_entropy.vocab_parallel import cross_entropy_of_tokens, cross_entropy_sum
 from shardformer.layers.embedding import check_indices
 from shardformer.layers.lm_head import VocabParallelLMHead
 from shardformer.loss.forward_source import uses
@@ -26,8 +27,13 @@ def not_ignored(labels: Tensor, _: Batch) -> Tensor:
     return (labels != IGNORE_INDEX).sum()
 
 
-def token_sum(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum the cross-entropy of logits [..., classes], which may be vocabulary-parallel or deferred."""
+def token_sum(model: nn.Module, field: str, outputs: Any, labels: Tensor) -> Tensor:
+    """Sum the cross-entropy of logits [..., classes], which may be vocabulary-parallel or deferred.
+
+    Args:
+        field: name of the logits among the outputs.
+    """
+    logits = getattr(outputs, field)
     head = next((m for m in model.modules() if isinstance(m, VocabParallelLMHead)), None)
     is_whole = head is None or head.gather_output
     check_indices(labels, logits.shape[-1] if is_whole else head.full_out_features, "label", ignored=IGNORE_INDEX)
@@ -37,7 +43,7 @@ def token_sum(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     flat = logits.reshape(-1, logits.shape[-1])
     if is_whole:
         return cross_entropy_sum(flat, labels.reshape(-1))
-    return cross_entropy_sum(flat, labels.reshape(-1), head.vocab_range, head.group)
+    return cross_entropy_of_tokens(flat, labels.reshape(-1), head.vocab_range, head.group).sum()
 
 
 def causal_lm(model: nn.Module) -> HeadLoss:
@@ -63,20 +69,18 @@ def _causal(model: nn.Module, counted: Callable[[Tensor, Batch], Tensor]) -> Hea
         ignored = batch.get(IGNORED)
         return F.pad(counted(labels, batch), (0, 1), value=IGNORE_INDEX if ignored is None else int(ignored))[..., 1:]
 
-    term = LossTerm("labels", not_ignored, _token_total(model), prepare=of_next, per_token=True, keywords=LOSS_KEYWORDS)
+    total = partial(token_sum, model, "logits")
+    term = LossTerm("labels", not_ignored, total, prepare=of_next, per_token=True, keywords=LOSS_KEYWORDS)
     return HeadLoss(term, function="ForCausalLMLoss", routers=router_loss_of(model))
 
 
 def masked_lm(model: nn.Module) -> HeadLoss:
     """Return the loss of heads that predict the tokens at masked positions."""
-    term = LossTerm("labels", not_ignored, _token_total(model), per_token=True, keywords=(DIVISOR, IGNORED))
+    total = partial(token_sum, model, "logits")
+    term = LossTerm("labels", not_ignored, total, per_token=True, keywords=(DIVISOR, IGNORED))
     # A forward that passes the labels as already shifted to transformers' causal loss computes the same.
     function = "ForCausalLMLoss" if uses(type(model).forward, SHIFTED) else "ForMaskedLMLoss"
     return HeadLoss(term, function=function)
-
-
-def _token_total(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
-    return lambda outputs, labels: token_sum(model, outputs.logits, labels)
 
 
 def conditional_generation(model: nn.Module) -> HeadLoss:
@@ -148,7 +152,7 @@ def pretraining(
 ) -> HeadLoss:
     """Return the sum of a masked-language-model loss and a loss over pairs of sentences."""
     return HeadLoss(
-        LossTerm("labels", not_ignored, lambda outputs, labels: token_sum(model, outputs.prediction_logits, labels)),
+        LossTerm("labels", not_ignored, partial(token_sum, model, "prediction_logits")),
         LossTerm(
             pair_label,
             not_ignored,
@@ -283,7 +287,7 @@ def words_and_answers(model: nn.Module) -> HeadLoss:
 
         return LossTerm(labels, not_ignored, total)
 
-    words = LossTerm("labels", not_ignored, lambda outputs, given: token_sum(model, outputs.prediction_logits, given))
+    words = LossTerm("labels", not_ignored, partial(token_sum, model, "prediction_logits"))
     tasks = {
         "task_mask_lm": words,
         "task_matched": of_classes("matched_label", "cross_relationship_score"),

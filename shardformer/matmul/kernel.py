@@ -78,7 +78,8 @@ class Products:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute [..., in] -> [..., out]."""
-        return no_view(F.linear(x, weight, bias))
+        out = F.linear(x, weight, bias)
+        return no_view(out) if out._is_view() else out
 
     def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Compute the input gradient, [tokens, in], from the output gradient, [tokens, out]."""

@@ -43,7 +43,7 @@ class Native(Products, LinearKernel):
 
     def multiply(self, layer: MatmulLayer, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x W^T + b."""
-        return layer.linear(x, layer.matrix, bias)
+        return linear(x, layer.matrix, bias, layer.kernel, layer.weight_grad_store)
 
     def columns(self, layers: Sequence[Any], x: Tensor) -> Sequence[Tensor]:
         """Compute [..., in] -> [..., local out] for column-parallel layers that all read `x`."""
@@ -171,7 +171,10 @@ class ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.weights = weights
         ctx.backend, ctx.store = layer.kernel, layer.weight_grad_store
-        return tuple(ctx.backend.forward(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        outputs = []
+        for weight, bias in zip(weights, biases, strict=True):
+            outputs.append(ctx.backend.forward(x, weight, bias))
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable

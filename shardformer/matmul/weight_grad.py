@@ -146,7 +146,7 @@ def linear(
     x, weight, bias = autocast(x, weight, bias)
     if backend.is_native and not (store is not None and store.splits) and not _writes_to_buffer(weight):
         return F.linear(x, weight, bias)
-    return _own_linear(x, weight, bias, backend, store)
+    return _untraced_linear(x, weight, bias, backend, store)
 
 
 def _writes_to_buffer(weight: Tensor) -> bool:
@@ -157,13 +157,6 @@ def _writes_to_buffer(weight: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return has_grad_buffer(weight if weight.is_leaf else weight._base)
-
-
-@untraced
-def _own_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, backend: Products, store: WeightGradStore | None
-) -> Tensor:
-    return _Linear.apply(x, weight, bias, backend, store)
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -203,6 +196,9 @@ class _Linear(torch.autograd.Function):
         elif needs[1]:
             grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.backend, ctx.store)
         return grad_x, grad_weight, flat.sum(0) if needs[2] else None, None, None
+
+
+_untraced_linear = untraced(_Linear.apply)
 
 
 class _Lookup(torch.autograd.Function):

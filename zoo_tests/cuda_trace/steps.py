@@ -24,7 +24,7 @@ from plugins.hybrid_parallel.pipeline import p2p
 from plugins.hybrid_parallel.planner.proxy_model import give_memory, quiet
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
-from plugins.hybrid_parallel.step import batch_split
+from plugins.hybrid_parallel.step import batch as step_batch
 from plugins.hybrid_parallel.step.execute_pipeline import run_batch
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
@@ -131,8 +131,8 @@ def stand_ins(headers: list[p2p.Specs]) -> Iterator[None]:
         # Agreement between ranks is on the host.
         GradientReducer: {"_agree_on_used": _on_host(GradientReducer._agree_on_used)},
         boosted_model: {"check_tied": _on_host(boosted_model.check_tied)},
-        batch_split: {
-            "agreed_microbatches": _on_host(batch_split.agreed_microbatches),
+        step_batch: {
+            "agreed_microbatches": _on_host(step_batch.agreed_microbatches),
             "is_known_to_all": lambda is_known, group: is_known,
         },
         CriterionStepLoss: {"_rows_of_all": lambda loss: [sum(loss.rows), 0]},

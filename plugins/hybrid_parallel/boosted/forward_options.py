@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from booster.data.rows import is_empty, main_input_of, num_rows, rows_of
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.document_borders import has_borders, tokens_of, with_positions
+from plugins.hybrid_parallel.data.document_borders import NAMES, tokens_of, with_positions
 from plugins.hybrid_parallel.data.entry_dtypes import dtype_of_values
 from plugins.hybrid_parallel.data.media import media_tokens
 from plugins.hybrid_parallel.data.microbatch import stand_in, without_rows
@@ -73,10 +73,6 @@ class ForwardOptions:
     def rows_of(self, batch: Mapping[Any, Any]) -> int | None:
         """Return the number of samples of a batch; None if it does not tell."""
         return rows_of(batch, self.main_input)
-
-    def is_empty(self, batch: Mapping[Any, Any]) -> bool:
-        """Return whether a batch is a share without samples."""
-        return is_empty(batch, self.main_input)
 
     def _generate_for_empty_shares(self) -> None:
         """Make `generate` of the user's model return no rows, of the usual width, for a share without samples."""
@@ -160,13 +156,13 @@ class ForwardOptions:
         """
         if not self.reads_documents:
             return dict(batch)
-        if has_borders(batch):
+        if any(batch.get(name) is not None for name in NAMES):
             return with_positions(batch)
-        positions, tokens = batch.get("position_ids"), tokens_of(batch)
-        if not may_be_packed(batch) or not isinstance(positions, Tensor) or positions.dim() != 2 or tokens is None:
+        positions = batch.get("position_ids")
+        if not may_be_packed(batch) or not isinstance(positions, Tensor) or positions.dim() != 2:
             return dict(batch)
-        jumps = jumps_of(positions)
-        if not jumps.found or not self._takes_mask:
+        jumps, tokens = jumps_of(positions), tokens_of(batch)
+        if not jumps.found or not self._takes_mask or tokens is None:
             return dict(batch)
         name = type(self.inside).__name__
         if jumps.are_restarts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,46 +19,35 @@ from plugins.hybrid_parallel.boosted.model_api import ModelApi, WholeModel, meth
 from plugins.hybrid_parallel.boosted.pretrained import write_whole
 from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
 from plugins.hybrid_parallel.config.pipeline import PipelineOptions
-from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch, check_batch_of_replica
-from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, cast_inputs, has_floats
-from plugins.hybrid_parallel.data.microbatch import stand_in, to_device, without_rows
+from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch
+from plugins.hybrid_parallel.data.entry_dtypes import cast_inputs, has_floats
+from plugins.hybrid_parallel.data.microbatch import to_device
 from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
 from plugins.hybrid_parallel.debug.nonfinite import StepTrace
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, HybridMesh
-from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
+from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
 from plugins.hybrid_parallel.loss.choice import LossChoice
-from plugins.hybrid_parallel.loss.contrastive import compares_samples
-from plugins.hybrid_parallel.loss.replica_losses import off_inputs
 from plugins.hybrid_parallel.loss.step_loss import (
-    CriterionStepLoss,
-    ModelStepLoss,
-    NoLoss,
     ScoresAsked,
-    StepLoss,
     TokenLogProbs,
     next_tokens,
 )
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.reproducible.units import Units
+from plugins.hybrid_parallel.step.batch import Batch
+from plugins.hybrid_parallel.step.one_stage import run_one_stage
 from plugins.hybrid_parallel.step.outputs import (
-    AUX_LOSS,
-    forward_with_aux_loss,
     with_whole_logits,
     with_whole_sequences,
 )
 from plugins.hybrid_parallel.step.passes import AroundPass, Pass, PassKind, in_pass
-from plugins.hybrid_parallel.step.user_loop import UserLoop, empty_share
+from plugins.hybrid_parallel.step.user_loop import UserLoop
 from plugins.hybrid_parallel.zero.grouping import TiedParameter, check_tied
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
-from shardformer.attention.packed_documents import may_be_packed
-from shardformer.context_parallel.batch_facts import record_facts
 from shardformer.distributed.random import SharedStream
 from shardformer.generation import generate_by
-from shardformer.layers.lm_head import parallel_logits
-from shardformer.loss.routers import ASKED
 from shardformer.shard_spec import annotate, grad_group_of, parameter_like
 
 
@@ -131,7 +120,7 @@ class HybridParallelModel(ModelApi):
         module, mesh = runtime.module, runtime.mesh
         super().__init__(module, mesh)
         self.runtime, self.origin, self.tied, self.stream = runtime, context.origin, context.tied, context.stream
-        self.units = context.units
+        self.units, self.pipeline = context.units, context.pipeline
         self.saved_elsewhere = frozenset(param for param, tie in context.tied.items() if not tie.counted)
         self.losses = LossChoice(module, mesh, self.units is not None, context.pipeline.contrastive == "global")
         self.head_loss = self.losses.head_loss
@@ -141,7 +130,7 @@ class HybridParallelModel(ModelApi):
         self.checked_full_batch = self._layers_cast = False
         self.token_counts: Callable[[], dict[str, Tensor]] | None = None
         self.options = ForwardOptions(module, mesh)
-        self.user_loop = UserLoop(self, context.pipeline)
+        self.user_loop = UserLoop(self)
         write_whole(self)
         self.take_whole_states()
         generate_by(self.options.inside, lambda *args, **kwargs: self.generate(*args, **kwargs))
@@ -153,9 +142,7 @@ class HybridParallelModel(ModelApi):
             module = copy_module(self.module, self.mesh, memo)
         runtime = PipelineRuntime(module, self.mesh, self.runtime.schedule, self.runtime.num_chunks)
         tied = {memo[id(param)]: tie for param, tie in self.tied.items()}
-        made = HybridParallelModel(
-            runtime, ShardContext(self.origin, tied, self.stream, self.user_loop.splitter.pipeline, self.units)
-        )
+        made = HybridParallelModel(runtime, ShardContext(self.origin, tied, self.stream, self.pipeline, self.units))
         refuse_backward(made)
         made.files.io, made.training = self.files.io, self.training  # the flags of inner modules are copied already
         return made
@@ -199,7 +186,7 @@ class HybridParallelModel(ModelApi):
 
     @method_as_declared(lambda model: model.options.signature)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of a batch, through all pipeline stages; see `UserLoop` for a pipeline.
+        """Run the forward pass of a batch; see `run_one_stage`, and `UserLoop` for a pipeline.
 
         It shows the signature of the wrapped model's forward.
 
@@ -210,33 +197,11 @@ class HybridParallelModel(ModelApi):
         self.refuse_tracer()
         args, kwargs = self.options.by_name(args, kwargs)
         as_tuple = self.options.wants_tuple(kwargs)
-        kwargs = self.with_document_positions(kwargs)
+        batch = Batch.of(self, kwargs, args)
         if self.mesh.size("pp") > 1 or self.units is not None:
-            outputs = self._forward_through_stages(args, kwargs)
+            outputs = self.user_loop.forward(batch)
             return outputs.to_tuple() if as_tuple else outputs
-        given, kwargs = kwargs, self.on_device(kwargs, args)
-        if may_be_packed(given):
-            record_facts([kwargs], [given])
-        kwargs = self.options.inputs(kwargs)
-        weight = None
-        if torch.is_grad_enabled():
-            self.begin_training(kwargs, check_batch_of_replica)
-            self.trace.begin([kwargs], [])
-            weight = self.user_loop.begin(kwargs, args)
-            args, kwargs = off_inputs(args), off_inputs(kwargs)
-        has_rows = bool(args) or not self.options.is_empty(kwargs)
-        this = Pass(PassKind.TRAIN if torch.is_grad_enabled() else PassKind.EVALUATE, kwargs, has_rows)
-        guard = failure.guard("model(**batch)", publishes=False)
-        with guard, in_pass(self, this, [kwargs if has_rows else {}]):
-            self.runtime.begin_microbatch(0)
-            if self.losses.lacks_labels(kwargs):
-                outputs = self._forward_without_loss(args, kwargs)
-            elif self.losses.own_reason(kwargs) is None:
-                outputs = self._forward_with_loss(args, kwargs)
-            else:
-                outputs = self._forward_with_own_loss(args, kwargs)
-        if weight is not None:
-            outputs = weight.on_outputs(outputs)
+        outputs = run_one_stage(self, batch)
         self.watch_gradients(outputs)
         return outputs.to_tuple() if as_tuple and hasattr(outputs, "to_tuple") else outputs
 
@@ -281,7 +246,7 @@ class HybridParallelModel(ModelApi):
             ConfigurationError: for what a pipeline cannot do, or ranks of one that do not ask for the same.
         """
         kwargs = self.on_device(kwargs)
-        with in_pass(self, Pass(PassKind.GENERATE), [{} if self.options.is_empty(kwargs) else kwargs]):
+        with in_pass(self, Pass(PassKind.GENERATE), [{} if self.options.rows_of(kwargs) == 0 else kwargs]):
             if self.mesh.size("pp") > 1:
                 return generate_through_stages(self, args, kwargs)
             with failure.guard("model.generate", publishes=False):
@@ -347,20 +312,6 @@ class HybridParallelModel(ModelApi):
             )
         return self.token_counts()
 
-    def step_loss(
-        self, microbatches: list[dict[str, Any]], criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
-    ) -> StepLoss:
-        """Return the loss of a step over `microbatches`, the parts of `batch`."""
-        return self.losses.step_loss(microbatches, criterion, batch)
-
-    def with_document_positions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch whose packed documents, if it has any, are told by `position_ids` alone.
-
-        Raises:
-            ConfigurationError: if borders of documents do not fit the rows.
-        """
-        return self.options.with_document_positions(batch)
-
     def on_device(self, batch: Mapping[str, Any], args: tuple = ()) -> dict[str, Any]:
         """Return a batch on this rank's device, each entry in its own dtype.
 
@@ -377,17 +328,6 @@ class HybridParallelModel(ModelApi):
             cast_inputs(layers, self.module, self.options.dtype)
         return to_device(batch, self.mesh.device)
 
-    def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:
-        """Return the arguments of the model's forward, without what the loss alone reads; caches are not filled."""
-        unread = self.options.unread(microbatch) if isinstance(loss, CriterionStepLoss) else ()
-        inputs = {name: value for name, value in microbatch.items() if name not in (*loss.own_entries, *unread)}
-        if loss.balance is not None:
-            inputs[ASKED] = False  # the model would compute the auxiliary loss of this stage's layers
-        inputs = self.options.inputs(inputs, is_microbatch=True)
-        if self.head_loss is not None and not isinstance(loss, ModelStepLoss):
-            inputs = self.head_loss.inputs(inputs)
-        return inputs
-
     def gathered(self, outputs: Any) -> Any:
         """Return `outputs` of whole sequences, with logits gathered over the vocabulary-parallel ranks."""
         return with_whole_logits(self.whole_sequences(outputs), self.module)
@@ -395,77 +335,3 @@ class HybridParallelModel(ModelApi):
     def whole_sequences(self, outputs: Any) -> Any:
         """Gather outputs of this rank's part of each sequence to outputs of whole sequences."""
         return with_whole_sequences(outputs, self.losses.axis)
-
-    def _forward_through_stages(self, args: tuple, given: dict[str, Any]) -> Any:
-        if args:
-            raise ConfigurationError(
-                "model(...) got positional arguments, which have no names by which a pipeline could split the batch; "
-                "call model(**batch)"
-            )
-        return self.user_loop.forward(self.on_device(given), given)
-
-    def _forward_without_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self.losses.routers_see_parts and self.losses.routers_are_asked(kwargs):
-            return forward_with_aux_loss(self, args, kwargs)
-        if args or not self.options.is_empty(kwargs):
-            return self.outputs_without_loss(args, kwargs)
-        # Layers accept no empty batch, and other ranks may wait for this one in them (experts).
-        return without_rows(self.outputs_without_loss((), stand_in(kwargs, self.options.media_tokens)))
-
-    def outputs_without_loss(self, args: tuple, inputs: dict[str, Any]) -> Any:
-        """Run the wrapped model; return its outputs, of whole sequences, or the scores of tokens that are asked for."""
-        loss = NoLoss([], self.mesh) if self.losses.scores is None else self.step_loss([], None, inputs)
-        with loss.reading(self.module):
-            outputs = loss.of_tokens(self.module(*args, **loss.inputs(inputs)), inputs)
-        return self.whole_sequences(outputs)
-
-    def _forward_with_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a pass with the head's loss, computed on this rank's logits."""
-        loss, given = self._share_of_loss(kwargs)
-        balance = loss.balance
-        with parallel_logits(self.module):
-            with nullcontext() if balance is None else balance.watching(0, 0):
-                not_of_parts = {} if balance is None else {ASKED: False}
-                outputs = self.module(*args, **{**self.head_loss.inputs(given), **not_of_parts, "return_dict": True})
-            value = loss.share(outputs, 0) if given is kwargs else empty_share(outputs, loss)
-        outputs, aux_loss = self.gathered(outputs), loss.aux_loss
-        if balance is not None:
-            value = value + balance.share_of_batch().to(value)
-            aux_loss = balance.latest
-        if aux_loss is not None:
-            outputs = type(outputs)(**{**outputs, AUX_LOSS: aux_loss})
-        return self._with_loss(outputs if given is kwargs else without_rows(outputs), value)
-
-    def _forward_with_own_loss(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a pass with the loss that the model's forward computes."""
-        given = kwargs if args or not self.options.is_empty(kwargs) else stand_in(kwargs, self.options.media_tokens)
-        compared = self._share_of_loss(kwargs)[0] if compares_samples(self.options.inside, kwargs) else None
-        with ExitStack() as stack:
-            if compared is not None:
-                stack.enter_context(compared.reading(self))
-            elif has_floats((*args, *given.values())):
-                stack.enter_context(LossesPromote())
-            outputs = self.module(*args, **given)
-        if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), Tensor):
-            return outputs if given is kwargs else without_rows(outputs)
-        loss = compared or self._share_of_loss(kwargs)[0]
-        value = loss.share(outputs, 0) if given is kwargs else empty_share(outputs, loss)
-        return self._with_loss(outputs if given is kwargs else without_rows(outputs), value)
-
-    def _share_of_loss(self, kwargs: dict[str, Any]) -> tuple[StepLoss, dict[str, Any]]:
-        """Return the loss of a global batch and the model's inputs: a stand-in if this rank's share is empty."""
-        if not self.options.is_empty(kwargs):
-            return self.step_loss([kwargs], None, kwargs), kwargs
-        return self.step_loss([], None, kwargs), stand_in(kwargs, self.options.media_tokens)
-
-    def _with_loss(self, outputs: Mapping[str, Any], share: Tensor) -> Any:
-        """Return `outputs` with the sum of the shares of the loss over all replicas."""
-        rest = {key: item for key, item in outputs.items() if key != "loss"}
-        return type(outputs)(loss=self.loss_over_replicas(share), **rest)
-
-    def loss_over_replicas(self, share: Tensor) -> Tensor:
-        """Return the sum of the shares of a loss over all replicas (0-d, differentiable)."""
-        if self.mesh.size(DP_CP) == 1:
-            return share
-        is_summed = self.units is not None
-        return SumOverReplicas.apply(share, self.mesh.group(DP_CP), is_summed, self.user_loop.losses)

@@ -19,13 +19,8 @@ from shardformer.utils.caches import cache_name
 
 _BORDERS, _LENGTHS, _NUMBERS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k"), "seq_idx"
 _AGAINST = ("attention_mask", "use_cache")
-_NAMES = (*_BORDERS, *_LENGTHS, _NUMBERS)
+NAMES = (*_BORDERS, *_LENGTHS, _NUMBERS)  # of entries that name documents
 _RULE = "the rows of a batch are whole documents one behind the other"
-
-
-def has_borders(batch: Mapping[str, Any]) -> bool:
-    """Return whether entries of a batch name documents, besides positions."""
-    return any(batch.get(name) is not None for name in _NAMES)
 
 
 def tokens_of(batch: Mapping[str, Any]) -> Tensor | None:
@@ -41,8 +36,8 @@ def with_positions(batch: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: the borders do not fit the rows, or the entries contradict each other.
     """
-    named = [name for name in _NAMES if batch.get(name) is not None]
-    rest = {name: value for name, value in batch.items() if name not in _NAMES}
+    named = [name for name in NAMES if batch.get(name) is not None]
+    rest = {name: value for name, value in batch.items() if name not in NAMES}
     tokens = tokens_of(batch)
     if not named or tokens is None:
         return dict(batch)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,31 @@ from shardformer.peft import behind_prompts, model_inside
 from shardformer.policies.head_losses import head_loss_of
 
 
+class LossSource(Enum):
+    """Where the loss of a batch comes from: the user's criterion, the head's formula, or the forward of the model.
+
+    SCORES gives scores of tokens instead of a loss, and NOTHING outputs alone, because the batch has no labels.
+    """
+
+    CRITERION, SCORES, NOTHING, HEAD, MODEL = "criterion", "scores", "nothing", "head", "model"
+
+
+class ChosenLoss(NamedTuple):
+    """The loss of one batch.
+
+    Attributes:
+        source: where it comes from.
+        reason: why the model's forward must compute it, if that is the source.
+        compares: whether the model's loss compares the samples of a batch with each other.
+        criterion: (outputs, batch) -> loss, if that is the source.
+    """
+
+    source: LossSource
+    reason: str | None = None
+    compares: bool = False
+    criterion: Callable[[Any, Any], Any] | None = None
+
+
 class LossChoice:
     """Chooses the loss of each step for one model.
 
@@ -60,23 +86,42 @@ class LossChoice:
         self.compares_all = compares_all
         self.main_input = main_input_of(model) or main_input_of(self.model)
         self.head_loss = behind_prompts(model, head_loss_of(self.model))
+        self._coupled_outputs = coupled_outputs(self.model)
 
     @property
     def axis(self) -> ZigzagSharding | None:
         """The ranks that have outputs of different parts of every sequence; None if outputs are of whole sequences."""
         return self.model.context_axis if getattr(self.model, "returns_parts", False) else None
 
-    def step_loss(
-        self, microbatches: Microbatches, criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
-    ) -> StepLoss:
-        """Return the loss of a step over `microbatches`, the parts of `batch`.
+    def choose(self, batch: Mapping[str, Any], criterion: Callable[[Any, Any], Any] | None = None) -> ChosenLoss:
+        """Choose the loss of a batch. An empty share has the keys of the others but no rows, and the same choice.
 
-        An empty share of a batch has the same keys as the other shares but no rows, so that it makes the same choice.
+        Raises:
+            ConfigurationError: if the forward would compute the loss and only see parts of sequences.
+        """
+        if criterion is not None:
+            return ChosenLoss(LossSource.CRITERION, criterion=criterion)
+        if self.scores is not None:
+            return ChosenLoss(LossSource.SCORES)
+        if self.head_loss is not None and not self.head_loss.applies_to(batch):
+            return ChosenLoss(LossSource.NOTHING)
+        reason = own_loss_reason(self.model, self.head_loss, batch)
+        if reason is not None and self.axis is not None:
+            raise ConfigurationError(
+                f"{reason}, which would find parts of sequences under cp_size={self.axis.size}; use cp_size=1, "
+                "or pass a criterion"
+            )
+        if reason is None:
+            return ChosenLoss(LossSource.HEAD)
+        return ChosenLoss(LossSource.MODEL, reason, compares=compares_samples(self.model, batch))
+
+    def step_loss(self, chosen: ChosenLoss, microbatches: Microbatches, batch: Mapping[str, Any]) -> StepLoss:
+        """Return the loss of a step over `microbatches`, the parts of `batch`.
 
         Raises:
             ConfigurationError: if the loss cannot be combined from these parts; raised on all ranks.
         """
-        loss = self._step_loss(microbatches, criterion, batch)
+        loss = self._step_loss(chosen, microbatches, batch)
         loss.adds_exactly = self.adds_exactly
         if self.adds_exactly and isinstance(loss, ContrastiveStepLoss):
             raise ConfigurationError(
@@ -88,23 +133,21 @@ class LossChoice:
                 "output_router_logits=True adds a loss over the router scores of a whole batch, which "
                 "reproducible=True does not add up exactly; use output_router_logits=False, or reproducible=False"
             )
-        loss.coupled_outputs = coupled_outputs(self.model)
+        loss.coupled_outputs = self._coupled_outputs
         return loss
 
-    def _step_loss(
-        self, microbatches: Microbatches, criterion: Callable[[Any, Any], Any] | None, batch: Mapping[str, Any]
-    ) -> StepLoss:
-        if criterion is not None:
-            return CriterionStepLoss(microbatches, self.mesh, criterion, self.main_input)
-        if self.scores is not None:
+    def _step_loss(self, chosen: ChosenLoss, microbatches: Microbatches, batch: Mapping[str, Any]) -> StepLoss:
+        source, reason = chosen.source, chosen.reason
+        if source is LossSource.CRITERION:
+            return CriterionStepLoss(microbatches, self.mesh, chosen.criterion, self.main_input)
+        if source is LossSource.SCORES:
             return TokenScores(microbatches, self.mesh, self.model, self.scores, self.head_loss, self.axis)
-        if self.lacks_labels(batch):
+        if source is LossSource.NOTHING:
             return NoLoss(microbatches, self.mesh)
-        reason = self.own_reason(batch)
         adds_routers = routers_are_asked(self.model, batch)
         are_spread = adds_routers and self._routers_are_spread(microbatches, is_known=reason is None)
-        if reason is not None:
-            if compares_samples(self.model, batch):
+        if source is LossSource.MODEL:
+            if chosen.compares:
                 given = microbatches, self.mesh, batch, reason, self.main_input
                 return ContrastiveStepLoss(self.model, *given, self.compares_all)
             if any(self.mesh.size(axis) > 1 for axis in ("pp", "dp", "cp", "tp")):
@@ -146,24 +189,6 @@ class LossChoice:
     def _router_balance(self, microbatches: Microbatches) -> RouterBalance:
         masks = [self.token_mask(microbatch) for microbatch in microbatches]
         return RouterBalance(self.head_loss.routers, self._router_scores, masks, self.mesh, self.cuts_over_tp)
-
-    def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether the pass computes no loss for `batch`."""
-        return self.scores is not None or (self.head_loss is not None and not self.head_loss.applies_to(batch))
-
-    def own_reason(self, batch: Mapping[str, Any]) -> str | None:
-        """Return why the model's forward must compute the loss of `batch` itself; None if the head's loss is the same.
-
-        Raises:
-            ConfigurationError: if the forward would only see parts of sequences.
-        """
-        reason = own_loss_reason(self.model, self.head_loss, batch)
-        if reason is not None and self.axis is not None:
-            raise ConfigurationError(
-                f"{reason}, which would find parts of sequences under cp_size={self.axis.size}; use cp_size=1, "
-                "or pass a criterion"
-            )
-        return reason
 
     @cached_property
     def _router_scores(self) -> RouterScores:

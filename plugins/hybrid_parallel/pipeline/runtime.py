@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -157,35 +157,6 @@ class PipelineRuntime:
         """
         return PassState(self, microbatches, loss_function, stage_loss)
 
-    def execute(
-        self,
-        step: PassState,
-        turns: Sequence[Turn],
-        observer: PassObserver | None = None,
-    ) -> None:
-        """Execute some turns of a pass.
-
-        Args:
-            turns: of this rank's schedule, from `turns` or `phases`.
-            observer: told of every backward action.
-        """
-        last = {turn.action.stage: turn.action for turn in turns if turn.action.kind is not Kind.FORWARD}
-        for position, turn in enumerate(turns):
-            action = turn.action
-            step.post_receives(turn.before_action)
-            later = turns[position + 1].before_action if position + 1 < len(turns) else ()
-            step.prepare_receives((*turn.before_send, *later))
-            is_last = last.get(action.stage) is action
-            observed = observer if action.kind is not Kind.FORWARD else None
-            if observed is not None:
-                observed.before(action, is_last)
-            step.run(action)
-            step.post_receives(turn.before_send)
-            step.send()
-            if observed is not None:
-                observed.after(action, is_last)
-        self.flush()
-
     def flush(self) -> None:
         """Wait until everything that this rank's stages sent has been received."""
         for links in self.links.values():
@@ -260,33 +231,55 @@ class PassState:
         _, specs = self.roots[action.stage, index]
         return links.gradients_in.prepare_receive(self.keys[index], index, specs)
 
-    def run(self, action: Action) -> None:
-        """Run an action, without sending its result."""
-        self.runtime.begin_microbatch(action.microbatch)
-        message = self._message_for(action)
-        recorder = self.runtime.recorder
-        with record_function(PIPELINE_MARK + action.title), recorder.action(action) if recorder else nullcontext():
-            if action.kind is Kind.FORWARD:
-                with self._splitting():
-                    self._forward(action, message)
-                return
-            where = action.stage, action.microbatch
-            # Outside autocast, like `loss.backward()` in an ordinary loop.
-            with torch.autocast(self.runtime.mesh.device.type, enabled=False):
-                if action.kind is Kind.BACKWARD_WEIGHT:
-                    run_deferred(self.deferred.pop(where))
-                    return
-                # A whole backward pass splits too, for layers that are recomputed.
-                deferred = None if action.kind is Kind.BACKWARD else self.deferred.setdefault(where, [])
-                with self._splitting(deferred):
-                    self._backward(action, message)
+    def execute(self, turns: Sequence[Turn], observer: PassObserver | None = None) -> None:
+        """Execute some turns of the pass.
 
-    def send(self) -> None:
-        """Send the result of the last action, if another stage needs it."""
-        if self.unsent is not None:
-            self.unsent()
-            self.unsent = None
-        self.runtime.release_sent()
+        Args:
+            turns: of this rank's schedule, from `PipelineRuntime.turns` or `phases`.
+            observer: told of every backward action.
+        """
+        runtime, recorder = self.runtime, self.runtime.recorder
+        last = {turn.action.stage: turn.action for turn in turns if turn.action.kind is not Kind.FORWARD}
+        for position, turn in enumerate(turns):
+            action = turn.action
+            self.post_receives(turn.before_action)
+            later = turns[position + 1].before_action if position + 1 < len(turns) else ()
+            self.prepare_receives((*turn.before_send, *later))
+            is_last = last.get(action.stage) is action
+            observed = observer if action.kind is not Kind.FORWARD else None
+            if observed is not None:
+                observed.before(action, is_last)
+            runtime.begin_microbatch(action.microbatch)
+            message = self._message_for(action)
+            timed = nullcontext() if recorder is None else recorder.action(action)
+            with record_function(PIPELINE_MARK + action.title), timed, self._around(action):
+                if action.kind is Kind.FORWARD:
+                    self._forward(action, message)
+                elif action.kind is Kind.BACKWARD_WEIGHT:
+                    run_deferred(self.deferred.pop((action.stage, action.microbatch)))
+                else:
+                    self._backward(action, message)
+            self.post_receives(turn.before_send)
+            if self.unsent is not None:  # another stage needs the result
+                self.unsent()
+                self.unsent = None
+            runtime.release_sent()
+            if observed is not None:
+                observed.after(action, is_last)
+        runtime.flush()
+
+    @contextmanager
+    def _around(self, action: Action) -> Iterator[None]:
+        store = self.runtime.weight_grad_store
+        with ExitStack() as stack:
+            if action.kind is not Kind.FORWARD:  # outside autocast, like `loss.backward()` in an ordinary loop
+                stack.enter_context(torch.autocast(self.runtime.mesh.device.type, enabled=False))
+            if store is not None and action.kind is Kind.BACKWARD_INPUT:
+                deferred = self.deferred.setdefault((action.stage, action.microbatch), [])
+                stack.enter_context(store.split_backward(deferred))
+            elif store is not None and action.kind is not Kind.BACKWARD_WEIGHT:  # a backward pass may recompute layers
+                stack.enter_context(store.split_backward(None))
+            yield
 
     def _message_for(self, action: Action) -> StageMessage | None:
         """Wait for the message that `action` needs, if it needs one."""
@@ -296,10 +289,6 @@ class PassState:
         source = links.activations_in if action.kind is Kind.FORWARD else links.gradients_in
         needs_none = source is None or action.kind is Kind.BACKWARD_WEIGHT
         return None if needs_none else source.wait()  # from another stage of this rank
-
-    def _splitting(self, deferred: DeferredWeightGrads | None = None) -> AbstractContextManager[None]:
-        store = self.runtime.weight_grad_store
-        return store.split_backward(deferred) if store is not None else nullcontext()
 
     def _forward(self, action: Action, message: StageMessage | None) -> None:
         runtime, index = self.runtime, action.microbatch

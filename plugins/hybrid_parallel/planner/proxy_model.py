@@ -20,6 +20,7 @@ from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
+from plugins.hybrid_parallel.step.batch import Batch
 from shardformer.peft import model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.stages.stage import StageLayout
@@ -220,10 +221,10 @@ def give_values(module: nn.Module) -> None:
 
 def training_loss(wrapped: HybridParallelModel, batch: dict[str, Tensor]) -> Tensor:
     """Compute the loss of a step as `execute_pipeline` does."""
-    loss = wrapped.step_loss([batch], None, batch)
-    inputs = wrapped.inputs_of(batch, loss)
+    made = Batch(wrapped, batch, batch)
+    loss = made.step_loss([batch])
     with loss.reading(wrapped.unwrap()):
-        return loss.share(wrapped.unwrap()(**inputs), 0)
+        return loss.share(wrapped.unwrap()(**made.inputs_of(batch, loss)), 0)
 
 
 def watch_layers(module: nn.Module, lists: Sequence[LayerList], listener: PartListener) -> list[Any]:

@@ -15,7 +15,7 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP
 from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PassState
-from plugins.hybrid_parallel.step.batch_split import BatchSplit
+from plugins.hybrid_parallel.step.batch import Batch, BatchSplit
 from plugins.hybrid_parallel.step.outputs import broadcast_outputs, detached, merge_outputs
 from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
 from plugins.hybrid_parallel.zero.reducer import BackwardPasses
@@ -40,50 +40,61 @@ def run_batch(
         criterion: the user's loss, or None for the model's own.
         trains: whether to run the backward pass.
     """
-    model.refuse_unseen_hooks()
-    given = model.with_document_positions(as_batch(batch))
-    of_criterion = () if criterion is None else model.options.unread(given)
-    if of_criterion:
-        name = type(model.unwrap()).__name__
-        log_once(name, f"takes no {', '.join(of_criterion)}, which the criterion alone reads")
-    batch = model.on_device(given)
-    if trains:
-        model.begin_training(batch)
-        for reducer in model.reducers:
-            reducer.settle()
-    split = model.user_loop.splitter.split(batch, given, trains, reads_rows=criterion is not None, must_fill=trains)
-    loss = model.step_loss(split.own, criterion, batch)
+    batch, runtime = _checked(model, batch, criterion, trains), model.runtime
+    split = batch.split(trains, must_fill=trains)
+    loss = batch.step_loss(split.own)
     if trains and isinstance(loss, NoLoss):
         raise ConfigurationError(
-            f"the batch has no labels (it has {', '.join(batch)}), so that there is no loss to train on; "
+            f"the batch has no labels (it has {', '.join(batch.entries)}), so that there is no loss to train on; "
             "give the model's labels in the batch, or pass a criterion"
         )
     if trains:
         model.trace.begin(split.microbatches, loss.shares)
-    outputs: list[Any] | None = [] if return_outputs else None
-    _run_schedule(model, batch, split, loss, trains, outputs)
-    optimizers = model.optimizers if trains else ()
-    for optimizer in optimizers:
-        optimizer.reducer.launch_rest()
+    inputs = [batch.inputs_of(microbatch, loss) for microbatch in split.microbatches]
+    loss.passes, outputs = len(inputs), [] if return_outputs else None
+    this = Pass(PassKind.STEP if trains else PassKind.EVALUATE, batch.entries, bool(split.own))
+    with in_pass(model, this, inputs, loss.reading(model, keeps_outputs=return_outputs)):
+        backwards = BackwardPasses(model.reducers, runtime.stage_parameters) if trains else None
+        state = runtime.begin(inputs, _finish_forward(model, loss, len(split.own), trains, outputs), loss.balance)
+        if loss.balance is None and not loss.needs_all_forwards:
+            state.execute(runtime.turns(len(inputs), trains), backwards)
+        else:
+            _run_phases(model, state, loss, backwards)
+    reducers = model.reducers if trains else ()
+    for reducer in reducers:
+        reducer.launch_rest()
     value, factor = loss.finish(return_loss)
-    for optimizer in optimizers:
-        optimizer.reducer.finish(factor)
+    for reducer in reducers:
+        reducer.finish(factor)
     if value is not None:
         value = value.to(torch.float64 if model.options.dtype == torch.float64 else torch.float32)
     return PipelineResult(value, None if outputs is None else _share_outputs(model, outputs, split))
 
 
-def _run_schedule(
-    model: HybridParallelModel,
-    batch: Mapping[str, Any],
-    split: BatchSplit,
-    loss: StepLoss,
-    trains: bool,
-    keep: list[Any] | None,
-) -> None:
-    """Run the passes; those of placeholders add nothing to the loss and no outputs to `keep`."""
-    runtime, num_own, count = model.runtime, len(split.own), len(split.microbatches)
-    inputs = [model.inputs_of(microbatch, loss) for microbatch in split.microbatches]
+def _checked(
+    model: HybridParallelModel, batch: Any, criterion: Callable[[Any, Any], Any] | None, trains: bool
+) -> Batch:
+    """Return the batch, after the checks of what ranks must share."""
+    model.refuse_unseen_hooks()
+    made = Batch.of(model, as_batch(batch), criterion=criterion)
+    of_criterion = () if criterion is None else model.options.unread(made.on_host)
+    if of_criterion:
+        name = type(model.unwrap()).__name__
+        log_once(name, f"takes no {', '.join(of_criterion)}, which the criterion alone reads")
+    if trains:
+        model.begin_training(made.entries)
+        for reducer in model.reducers:
+            reducer.settle()
+    return made
+
+
+def _finish_forward(
+    model: HybridParallelModel, loss: StepLoss, num_own: int, trains: bool, keep: list[Any] | None
+) -> Callable[[Any, int], Tensor | None]:
+    """Return what the last stage does with the outputs of a micro-batch.
+
+    Those of placeholders, behind the first `num_own`, add nothing to the loss and no outputs to `keep`.
+    """
 
     def finish_forward(outputs: Any, index: int) -> Tensor | None:
         if index >= num_own and not loss.counts_without_rows:
@@ -92,25 +103,17 @@ def _run_schedule(
         share = loss.share(outputs, index)
         if keep is not None and index < num_own:
             kept = detached(model.gathered(outputs) if loss.reads_parallel_logits else outputs)
-            keep.append(_without(kept, loss.coupled_outputs if count > 1 else ()))
+            keep.append(_without(kept, loss.coupled_outputs if loss.passes > 1 else ()))
         return scaled(share, model.optimizers[0].loss_scale.value) if trains else share
 
-    loss.passes = count
-    this = Pass(PassKind.STEP if trains else PassKind.EVALUATE, batch, bool(split.own))
-    with in_pass(model, this, inputs, loss.reading(model, keeps_outputs=keep is not None)):
-        passes = BackwardPasses(model.reducers, runtime.stage_parameters) if trains else None
-        state = runtime.begin(inputs, finish_forward, loss.balance)
-        if loss.balance is None and not loss.needs_all_forwards:
-            runtime.execute(state, runtime.turns(count, trains), passes)
-        else:
-            _run_phases(model, state, loss, passes)
+    return finish_forward
 
 
 def _run_phases(model: HybridParallelModel, state: PassState, loss: StepLoss, passes: BackwardPasses | None) -> None:
     """Run all forward passes before any backward pass, for gradients that depend on all of them."""
     runtime, balance = model.runtime, loss.balance
     forwards, backwards = runtime.phases(len(state.microbatches))
-    runtime.execute(state, forwards)
+    state.execute(forwards)
     if balance is not None:
         value = balance.factor * balance.finish()
         if runtime.has_last_stage:  # once for each replica
@@ -118,7 +121,7 @@ def _run_phases(model: HybridParallelModel, state: PassState, loss: StepLoss, pa
         if passes is not None:
             balance.weight = balance.factor * model.optimizers[0].loss_scale.value
     if passes is not None:
-        runtime.execute(state, backwards, passes)
+        state.execute(backwards, passes)
 
 
 def _share_outputs(model: HybridParallelModel, outputs: list[Any], split: BatchSplit) -> Any:

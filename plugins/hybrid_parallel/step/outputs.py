@@ -12,14 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.microbatch import stand_in, without_rows
 from plugins.hybrid_parallel.distributed.agreement import broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.distributed.blocks import joined_blocks
 from shardformer.distributed.collectives import gather_from_region
 from shardformer.layers.lm_head import VocabParallelLMHead
-from shardformer.loss.routers import ASKED
 
 LOSS, AUX_LOSS = "loss", "aux_loss"
 CACHE_WITHHELD = "is not filled by the passes of a pipeline; use model.generate(…), which keeps a cache on each stage"
@@ -196,30 +194,6 @@ def with_whole_sequences(outputs: Any, axis: ZigzagSharding | None) -> Any:
     if not isinstance(outputs, Mapping):
         return whole(outputs)
     return type(outputs)(**{key: whole(value) for key, value in outputs.items()})
-
-
-def forward_with_aux_loss(model: Any, args: tuple, inputs: dict[str, Any]) -> Any:
-    """Run a pass without labels; its auxiliary loss is that of the whole sequences of the replica.
-
-    Args:
-        model: the boosted model.
-        args, inputs: of the wrapped model's forward.
-
-    Raises:
-        ConfigurationError: if the family's auxiliary loss cannot be computed from sums over parts.
-    """
-    has_rows = bool(args) or not model.options.is_empty(inputs)
-    balance = model.losses.balance_without_labels([inputs] if has_rows else [])
-    if balance is None:
-        raise ConfigurationError(
-            "output_router_logits=True adds outputs.aux_loss of whole sequences, of which each rank has a part; use "
-            "output_router_logits=False, or cp_size=1 and sequence_parallelism_mode='split_gather'"
-        )
-    given = inputs if has_rows else stand_in(inputs, model.options.media_tokens)
-    with balance.watching(0, 0):
-        outputs = model.outputs_without_loss(args, {**given, ASKED: False})
-    outputs = type(outputs)(**{**outputs, AUX_LOSS: balance.loss_of_replica()})
-    return outputs if has_rows else without_rows(outputs)
 
 
 _NOT_FETCHED = object()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,15 @@ from torch import Tensor
 from booster import failure
 from booster.data.rows import rows_of_call
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config.pipeline import PipelineOptions
 from plugins.hybrid_parallel.data.microbatch import nothing_of, without_rows
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
-from plugins.hybrid_parallel.loss.arithmetic import exact_sum
+from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas, exact_sum
 from plugins.hybrid_parallel.loss.replica_losses import ReplicaLosses, RowWeight
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PassState
-from plugins.hybrid_parallel.step.batch_split import BatchSplit, BatchSplitter
+from plugins.hybrid_parallel.step.batch import Batch, BatchSplit
 from plugins.hybrid_parallel.step.outputs import (
     AUX_LOSS,
     CACHE_WITHHELD,
@@ -48,6 +47,9 @@ from plugins.hybrid_parallel.zero.reducer import BackwardPasses
 from shardformer.loss.routers import ASKED
 from shardformer.utils.caches import CACHE_NAMES
 
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+
 _BARE = ""  # the name of the output of a model that returns a single tensor
 
 
@@ -56,7 +58,6 @@ class UserLoop:
 
     Args:
         model: the boosted model.
-        pipeline: how a batch is split.
 
     Attributes:
         pending: calls by number, that the backward pass under way has reached.
@@ -65,43 +66,49 @@ class UserLoop:
         labels: labels of that call; None if there were none.
     """
 
-    def __init__(self, model: Any, pipeline: PipelineOptions) -> None:
+    def __init__(self, model: HybridParallelModel) -> None:
         self.model, self.pending = model, dict[int, PipelineCall]()
-        self.splitter = BatchSplitter(model, pipeline)
         self.losses, self.rows, self.labels = ReplicaLosses(model.mesh), 1, None
         self._num_calls = 0
 
-    def begin(self, batch: Mapping[str, Any], args: tuple = ()) -> RowWeight | None:
+    def begin(self, batch: Batch) -> RowWeight | None:
         """Begin a call in training: return the weight of this replica's rows; None if they need none."""
-        self.labels = batch.get("labels")
+        self.labels = batch.entries.get("labels")
         if not self.model.optimizers:
             return None
-        rows = rows_of_call(args, batch, self.model.options.main_input)
+        rows = rows_of_call(batch.args, batch.entries, self.model.options.main_input)
         self.rows = rows or 0
         return self.losses.begin(rows, self.model.step_number)
 
     @failure.guard("model(**batch)")
-    def forward(self, batch: dict[str, Any], on_host: Mapping[str, Any]) -> Any:
+    def forward(self, batch: Batch) -> Any:
         """Run all forward passes of a batch; return the outputs for the whole batch of this replica.
-
-        Args:
-            batch: the arguments of the model's forward, on the device.
-            on_host: the same arguments as they were given.
 
         Raises:
             ConfigurationError: if the ranks of the pipeline do not all call the model; raised on all of them.
         """
-        model, mesh = self.model, self.model.mesh
-        agree(mesh, "calls model(**batch)")
-        if torch.is_grad_enabled():
-            model.begin_training(batch)
-            model.trace.begin([batch], [])
-        weight = self.begin(batch) if torch.is_grad_enabled() else None
-        split = self.splitter.split(batch, on_host, torch.is_grad_enabled(), least=1)
-        call = PipelineCall(model, self._num_calls, split, weight)
+        if batch.args:
+            raise ConfigurationError(
+                "model(...) got positional arguments, which have no names by which a pipeline could split the batch; "
+                "call model(**batch)"
+            )
+        model, weight, trains = self.model, None, torch.is_grad_enabled()
+        agree(model.mesh, "calls model(**batch)")
+        if trains:
+            model.begin_training(batch.entries)
+            model.trace.begin([batch.entries], [])
+            weight = self.begin(batch)
+        call = PipelineCall(model, self._num_calls, batch.split(trains, least=1), weight)
         self._num_calls += 1
         call.run(batch)
         return call.outputs()
+
+    def loss_over_replicas(self, share: Tensor) -> Tensor:
+        """Return the sum of the shares of a loss over all replicas (0-d, differentiable)."""
+        mesh = self.model.mesh
+        if mesh.size(DP_CP) == 1:
+            return share
+        return SumOverReplicas.apply(share, mesh.group(DP_CP), self.model.units is not None, self.losses)
 
     def backward(self, synchronises: bool) -> None:
         """Run the pipeline back for all calls that the user's loss has reached, the last one first.
@@ -139,18 +146,18 @@ class PipelineCall:
 
     # ----- forward -----
 
-    def run(self, batch: dict[str, Any]) -> None:
+    def run(self, batch: Batch) -> None:
         """Run all forward passes."""
         model, runtime = self.model, self.model.runtime
         own, microbatches, lengths = self.split.own, self.split.microbatches, self.split.lengths
-        loss = model.step_loss(own, None, batch)
-        asks_routers = isinstance(loss, NoLoss) and model.losses.routers_are_asked(batch)
+        loss = batch.step_loss(own)
+        asks_routers = isinstance(loss, NoLoss) and model.losses.routers_are_asked(batch.entries)
         if asks_routers:
             loss.balance = model.losses.balance_without_labels(own)
         self.rows, self.coupled = self.split.rows, loss.coupled_outputs
         # Otherwise a stage would compute the loss of its own layers and tokens.
         not_of_stages = {ASKED: False} if asks_routers else {}
-        inputs = [model.inputs_of(microbatch, loss) | not_of_stages for microbatch in microbatches]
+        inputs = [batch.inputs_of(microbatch, loss) | not_of_stages for microbatch in microbatches]
         trains, results, grads, loss.passes = torch.is_grad_enabled(), self.results, self.grads, len(inputs)
 
         def finish_forward(outputs: Any, index: int) -> OutputGradients | None:
@@ -168,12 +175,12 @@ class PipelineCall:
             results.append(result if share is None else {LOSS: share, **result})
             return OutputGradients(results[-1], index, len(microbatches), lengths, grads) if trains else None
 
-        this = Pass(PassKind.TRAIN if trains else PassKind.EVALUATE, batch, bool(own))
+        this = Pass(PassKind.TRAIN if trains else PassKind.EVALUATE, batch.entries, bool(own))
         with in_pass(model, this, inputs, loss.reading(model, keeps_outputs=True)):
             self.passes = runtime.begin(inputs, finish_forward, loss.balance)
-            runtime.execute(self.passes, runtime.phases(len(inputs))[0])
+            self.passes.execute(runtime.phases(len(inputs))[0])
         self.balance = loss.balance
-        self._not_made = dict.fromkeys(CACHE_NAMES, CACHE_WITHHELD) if model.options.would_cache(batch) else {}
+        self._not_made = dict.fromkeys(CACHE_NAMES, CACHE_WITHHELD) if model.options.would_cache(batch.entries) else {}
         self._not_made |= {"router_logits": SCORES_WITHHELD} if self.balance is not None or asks_routers else {}
         self._not_made |= {AUX_LOSS: ROUTERS_WITHHELD} if self.balance is None and asks_routers else {}
         if not trains:
@@ -194,7 +201,7 @@ class PipelineCall:
         names = dict.fromkeys([*first, *self._header])
         outputs = StageOutputs([name for name in names if name not in withheld], self.read, withheld)
         if LOSS in self._header:
-            outputs[LOSS] = self.model.loss_over_replicas(self._fetch_loss())
+            outputs[LOSS] = self.model.user_loop.loss_over_replicas(self._fetch_loss())
             if self.balance is not None:
                 outputs[AUX_LOSS] = self.fetch(AUX_LOSS)
                 outputs[LOSS] = outputs[LOSS] + (self.balance.factor * outputs[AUX_LOSS]).to(outputs[LOSS])
@@ -300,7 +307,7 @@ class PipelineCall:
             self.balance.weight = self._weight_over_replicas(self.grads.pop((AUX_LOSS, 0), None))
         observer = BackwardPasses(self.model.reducers, runtime.stage_parameters, is_final)
         with in_pass(self.model, Pass(PassKind.BACKWARD)):
-            runtime.execute(passes, runtime.phases(len(self.split.microbatches))[1], observer)
+            passes.execute(runtime.phases(len(self.split.microbatches))[1], observer)
         self.results[:] = map(detached, self.results)  # the script may read outputs after the backward pass
         self.grads.clear()
 

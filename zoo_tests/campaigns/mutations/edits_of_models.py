@@ -30,8 +30,8 @@ EDITS_OF_MODELS: dict[str, Edit] = {
     ),
     "all outputs sent with the loss": Edit(
         "plugins.hybrid_parallel.step.user_loop",
-        "outputs[LOSS] = self.model.loss_over_replicas(self._fetch_loss())",
-        "outputs[LOSS] = self.model.loss_over_replicas([self.fetch(name) for name in self._header][0])",
+        "outputs[LOSS] = self.model.user_loop.loss_over_replicas(self._fetch_loss())",
+        "outputs[LOSS] = self.model.user_loop.loss_over_replicas([self.fetch(name) for name in self._header][0])",
         (_SENT,),
     ),
     "outputs sent again at each read": Edit(

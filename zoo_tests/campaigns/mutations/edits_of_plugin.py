@@ -149,8 +149,8 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     ),
     "gradients not corrected to the count of the criterion": Edit(
         "plugins.hybrid_parallel.step.execute_pipeline",
-        "optimizer.reducer.finish(factor)",
-        "optimizer.reducer.finish()",
+        "reducer.finish(factor)",
+        "reducer.finish()",
         (f"{_UNEQUAL}[sum_and_count-3-1]",),
     ),
     "gradients doubled between stages": Edit(

@@ -1,4 +1,4 @@
-"""What the host of each pipeline rank calls in several steps, as `PipelineRuntime.execute` does, for `nccl_model`."""
+"""What the host of each pipeline rank calls in several steps, as `PassState.execute` does, for `nccl_model`."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ Writer = Callable[[Sequence[Host], Tables, Step], None]
 
 
 def in_message_order(hosts: Sequence[Host], tables: Tables, step: Step) -> None:
-    """Add the calls of one step in the order of `order_messages`, as `PipelineRuntime.execute` does on CUDA."""
+    """Add the calls of one step in the order of `order_messages`, as `PassState.execute` does on CUDA."""
     for host, turns in zip(hosts, order_messages(tables), strict=True):
         for position, turn in enumerate(turns):
             for action in turn.before_action:

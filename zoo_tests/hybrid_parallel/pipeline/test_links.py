@@ -151,7 +151,7 @@ def _recording(runtime: PipelineRuntime, calls: list[Call], name: str) -> Iterat
         stack.enter_context(patch("torch.cuda.current_stream"))
         stack.enter_context(patch("torch.cuda.stream", lambda stream: nullcontext()))
         for owner, method, call_of in (
-            (PassState, "run", run),
+            (PassState, "_around", run),
             (Channel, "_isend", send),
             (Channel, "irecv", on_cpu("receive header")),
             (PendingReceive, "__init__", lambda pending, message, channel, what: Call("allocate", link_of[channel])),

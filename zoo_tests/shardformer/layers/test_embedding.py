@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.cross_entropy.vocab_parallel import cross_entropy_sum
+from shardformer.cross_entropy.vocab_parallel import cross_entropy_of_tokens, cross_entropy_sum
 from shardformer.layers import VocabParallelEmbedding, VocabParallelLMHead
 from shardformer.layers.lm_head import parallel_logits
 from zoo_tests.harness.native import EXACT, check_gradients, fill, known
@@ -92,7 +92,7 @@ def _loss_both_ways(logits: Tensor, labels: Tensor) -> tuple[tuple[Tensor, Tenso
     start = min(dist.get_rank() * block, vocabulary)
     stop = min(start + block, vocabulary)
     local = F.pad(logits[:, start:stop], (0, block - (stop - start)), value=77.0).requires_grad_()  # padding is poison
-    found = cross_entropy_sum(local, labels, (start, stop), dist.group.WORLD)
+    found = cross_entropy_of_tokens(local, labels, (start, stop), dist.group.WORLD).sum()
     (found * 3).backward()
     assert torch.count_nonzero(local.grad[:, stop - start :]) == 0
     whole = logits.clone().requires_grad_()
