@@ -338,7 +338,7 @@ def are_parts_of_row(shapes: Sequence[Sequence[int]], lengths: Sequence[int]) ->
 def broadcast_outputs(outputs: Any, mesh: HybridMesh, source: int) -> Any:
     """Broadcast the outputs of rank `source` to all stages: a JSON header, then each tensor. No pickle."""
     group = mesh.group("pp")
-    header = broadcast_json(None if outputs is None else _describe(outputs), group, source)
+    header = broadcast_json(None if outputs is None else _described(outputs), group, source)
     mine = iter(()) if outputs is None else _tensors(outputs)
 
     def receive(dtype: str, shape: list[int]) -> Tensor:
@@ -361,7 +361,7 @@ def broadcast_outputs(outputs: Any, mesh: HybridMesh, source: int) -> Any:
     return build(header)
 
 
-def _describe(value: Any) -> dict[str, Any] | None:
+def _described(value: Any) -> dict[str, Any] | None:
     """Describe nested outputs in a JSON-serializable form."""
     if isinstance(value, Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
@@ -369,9 +369,9 @@ def _describe(value: Any) -> dict[str, Any] | None:
         cls = type(value)
         return {
             "class": [cls.__module__, cls.__qualname__],
-            "fields": {key: _describe(each) for key, each in value.items()},
+            "fields": {key: _described(each) for key, each in value.items()},
         }
-    return None if value is None else {"tuple": [_describe(each) for each in value]}
+    return None if value is None else {"tuple": [_described(each) for each in value]}
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
