@@ -154,10 +154,6 @@ def _bytes_of(path: Path) -> Tensor:
     return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
 
 
-def _bytes_of(path: Path) -> Tensor:
-    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-
-
 def _installed_modules(modules: dict[str, ModuleType]) -> Iterator[str]:
     """Yield the modules of installed packages and of this one, in the order in which they were imported."""
     ours = Path(__file__).resolve().parents[3]
