@@ -22,7 +22,7 @@ from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.batch_facts import hides_nothing, host_copy, restarts
 from shardformer.distributed.collectives import all_gather, local_slice, pad_dim
 from shardformer.stages.placeholders import LayerInputs
-from shardformer.utils.token_features import by_layer, mask_among, part_of
+from shardformer.utils.structure import by_layer, mask_among, part_of
 
 # Inputs that are not sharded: masks cover the tokens of all ranks.
 _WHOLE = ("attention_mask",)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.loss.forward_source import calls_loss_function
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLossBuilder, matching_key
 from shardformer.loss.routers import routers_are_asked
 from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
+from shardformer.utils.source import calls_loss_function
 
 
 def mean_over_labels(_: nn.Module, skipped: int = 0) -> HeadLoss:

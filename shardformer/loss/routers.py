@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.loss.forward_source import reads, uses
+from shardformer.utils.source import reads, uses
 
 ASKED = "output_router_logits"
 _FACTORS = ("router_aux_loss_coef", "aux_loss_coef")

@@ -17,9 +17,9 @@ from shardformer.cross_entropy.deferred_logits import loss_of
 from shardformer.cross_entropy.vocab_parallel import cross_entropy_of_tokens, cross_entropy_sum
 from shardformer.layers.embedding import check_indices
 from shardformer.layers.lm_head import VocabParallelLMHead
-from shardformer.loss.forward_source import uses
 from shardformer.loss.routers import router_loss_of
 from shardformer.loss.terms import DIVISOR, IGNORE_INDEX, IGNORED, LOSS_KEYWORDS, SHIFTED, Batch, HeadLoss, LossTerm
+from shardformer.utils.source import uses
 
 
 def not_ignored(labels: Tensor, _: Batch) -> Tensor:

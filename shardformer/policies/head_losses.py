@@ -6,12 +6,12 @@ import inspect
 
 from torch import nn
 
-from shardformer.loss.forward_source import adds_to_loss, calls_loss_function, passes_keywords
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLossBuilder, HeadLosses, matching_key
 from shardformer.loss.terms import HeadLoss
 from shardformer.policies.base import Policy
 from shardformer.policies.plans.plan import declared_head_losses_of
 from shardformer.policies.registry import family_policy_of, registered_policy_of
+from shardformer.utils.source import adds_to_loss, calls_loss_function, passes_keywords
 
 
 def head_loss_of(model: nn.Module) -> HeadLoss | None:

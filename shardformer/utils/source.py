@@ -1,4 +1,4 @@
-"""What functions and classes consist of: the syntax tree of their source, and the names that their code looks up.
+"""What functions and classes consist of: the syntax tree of their source, the names that their code looks up, the loss.
 
 `inspect.getsource` reads a file's tokens or its whole tree for every function and class that it is asked for. A model
 has dozens of them in a file or two, so each file is parsed once.
@@ -12,7 +12,7 @@ import inspect
 import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -106,3 +106,67 @@ def _holds(cell: CellType, value: Any) -> bool:
         return cell.cell_contents is value
     except ValueError:  # the cell is not bound yet
         return False
+
+
+Forward = Callable[..., Any]
+
+
+@cache
+def calls_loss_function(forward: Forward) -> bool:
+    """Return whether `forward` calls transformers' `self.loss_function`."""
+    return bool(_loss_calls(forward))
+
+
+@cache
+def passes_keywords(forward: Forward) -> bool:
+    """Return whether `forward` passes unknown keywords (`num_items_in_batch`, ...) on to `self.loss_function`."""
+    return any(keyword.arg is None for call in _loss_calls(forward) for keyword in call.keywords)
+
+
+@cache
+def adds_to_loss(forward: Forward) -> bool:
+    """Return whether the loss is more than one call of `self.loss_function` and the auxiliary loss of routers."""
+    values = [node.value for node in ast.walk(_tree(forward)) if _assigns_loss(node)]
+    return len(_loss_calls(forward)) > 1 or not all(map(_is_known, values))
+
+
+def uses(forward: Forward, name: str) -> bool:
+    """Return whether `forward` has a variable, a parameter or a constant equal to `name`."""
+    return name in _words(forward)
+
+
+@cache
+def reads(forward: Forward, expression: str) -> bool:
+    """Return whether `forward` reads an attribute, written as `expression`, such as "self.config.pad_token_id"."""
+    found = (node for node in ast.walk(_tree(forward)) if isinstance(node, ast.Attribute))
+    return any(ast.unparse(node) == expression for node in found)
+
+
+@cache
+def _words(forward: Forward) -> frozenset[str]:
+    """Return the names of variables and parameters of `forward`, and its texts."""
+    found = (getattr(node, field, None) for node in ast.walk(_tree(forward)) for field in ("id", "arg", "value"))
+    return frozenset(each for each in found if isinstance(each, str))
+
+
+def _tree(forward: Forward) -> ast.AST:
+    try:
+        return syntax_of(forward)
+    except OSError:
+        return ast.Module([], [])
+
+
+def _loss_calls(forward: Forward) -> list[ast.Call]:
+    calls = (node for node in ast.walk(_tree(forward)) if isinstance(node, ast.Call))
+    return [call for call in calls if ast.unparse(call.func) == "self.loss_function"]
+
+
+def _assigns_loss(node: ast.AST) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+    return any(isinstance(target, ast.Name) and target.id == "loss" for target in targets)
+
+
+def _is_known(value: ast.AST) -> bool:
+    """Return whether `value` is None, the loss of an inner model, or an auxiliary loss with its factor."""
+    text = ast.unparse(value)
+    return text in ("None", "outputs.loss") or text.startswith("self.loss_function(") or "aux_loss" in text

@@ -178,6 +178,20 @@ def test_imports_point_one_way(package: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_imports_for_type_checkers_and_in_functions_exist() -> None:
+    """Nothing runs these when the library is imported, so a file that moved leaves them behind."""
+    known = modules()
+    folders = {name.rpartition(".")[0] for name in known}
+    gone = [
+        f"{named(path)}:{node.lineno} {node.module}"
+        for path in files_of(*LIBRARY)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in OURS
+        if node.module not in known and node.module not in folders
+    ]
+    assert not gone, gone
+
+
 def test_no_circle_of_files() -> None:
     circle = circle_in({name: needed_by(name) for name in modules()})
     assert not circle, " -> ".join(circle)

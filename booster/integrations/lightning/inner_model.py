@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from booster.data.rows import main_input_of, rows_of_call, unknown_rows
 from booster.errors import ConfigurationError
-from booster.integrations.lightning.optimizers import boosted_in
 from booster.integrations.replicas import Replicas
-from booster.wrappers import ModelWrapper
+from booster.wrappers import ModelWrapper, OptimizerWrapper
 
 
 class ReplicaShares:
@@ -192,3 +191,28 @@ def _refuse_whole_weights(module: LightningModule, *given: Any) -> None:
 def _has_part(module: LightningModule) -> bool:
     model = boosted_inside(module)
     return model is not None and not getattr(model, "is_whole", True)
+
+
+class NamedOptimizer(OptimizerWrapper):
+    """Wrapper of a boosted optimizer with the class name of the user's, which equals that one.
+
+    Lightning's own wrapper takes the class of what it wraps; this one hands every call on, so that it changes no state
+    of the boosted optimizer's.
+    """
+
+    @staticmethod
+    def of(boosted: OptimizerWrapper) -> NamedOptimizer:
+        """Wrap a boosted optimizer."""
+        return type(type(boosted.unwrap()).__name__, (NamedOptimizer,), {})(boosted)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.optim or other is self.optim.unwrap()
+
+    def __hash__(self) -> int:
+        return hash(self.optim)
+
+
+def boosted_in(optimizer: Any) -> Any:
+    """Return the boosted optimizer inside the wrappers of Trainer or Fabric."""
+    optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return optimizer.optim if isinstance(optimizer, NamedOptimizer) else optimizer

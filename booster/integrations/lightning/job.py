@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 from booster.booster import Booster
 from booster.errors import ConfigurationError
 from booster.integrations.lightning.checks import check_devices, check_plugin
-from booster.integrations.lightning.inner_model import ReplicaShares
-from booster.integrations.lightning.optimizers import boosted_in
+from booster.integrations.lightning.inner_model import ReplicaShares, boosted_in
 from booster.integrations.replicas import Replicas
 from booster.launch import launch_from_torch, place_from_environment
 from booster.plugin import Plugin

@@ -15,8 +15,7 @@ from torchmetrics import Metric
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
-from booster.integrations.lightning.inner_model import ReplicaShares, bind_own_methods, connect
-from booster.integrations.lightning.optimizers import NamedOptimizer
+from booster.integrations.lightning.inner_model import NamedOptimizer, ReplicaShares, bind_own_methods, connect
 
 
 def model_attribute(module: LightningModule) -> str:

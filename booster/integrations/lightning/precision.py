@@ -11,7 +11,7 @@ from lightning.pytorch import plugins as trainer_plugins
 from torch.optim import Optimizer
 
 from booster.errors import ConfigurationError
-from booster.integrations.lightning.optimizers import boosted_in
+from booster.integrations.lightning.inner_model import boosted_in
 from booster.plugin import Plugin
 
 _DEFAULT, _AUTOCAST = "32-true", "bf16-mixed"

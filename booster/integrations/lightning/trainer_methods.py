@@ -21,9 +21,8 @@ from booster.integrations.lightning.checks import (
     check_options_of_backward,
     check_predictions,
 )
-from booster.integrations.lightning.inner_model import boosted_inside, without_model
+from booster.integrations.lightning.inner_model import boosted_in, boosted_inside, without_model
 from booster.integrations.lightning.job import JobMethods
-from booster.integrations.lightning.optimizers import boosted_in
 from booster.integrations.lightning.placement import boost_inside, count_replicas
 
 

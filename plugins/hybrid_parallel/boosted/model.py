@@ -18,7 +18,7 @@ from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from plugins.hybrid_parallel.boosted.model_api import ModelApi, WholeModel, method_as_declared
 from plugins.hybrid_parallel.boosted.pretrained import write_whole
 from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
-from plugins.hybrid_parallel.config.pipeline import PipelineOptions
+from plugins.hybrid_parallel.config.parallel import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch
 from plugins.hybrid_parallel.data.entry_dtypes import cast_inputs, has_floats
 from plugins.hybrid_parallel.data.microbatch import to_device

@@ -10,8 +10,7 @@ from booster.logging import get_logger
 from plugins.hybrid_parallel.config.compute import KernelOptions, PrecisionOptions
 from plugins.hybrid_parallel.config.debugging import DebugOptions, conflicts_with_reproducible, sharing_layers
 from plugins.hybrid_parallel.config.option_group import OptionGroup, what_to_write
-from plugins.hybrid_parallel.config.parallel import ParallelOptions, PolicyOptions
-from plugins.hybrid_parallel.config.pipeline import PipelineOptions
+from plugins.hybrid_parallel.config.parallel import ParallelOptions, PipelineOptions, PolicyOptions
 from plugins.hybrid_parallel.config.zero import OffloadOptions, ZeroOptions
 from plugins.hybrid_parallel.pipeline.schedule import Schedule
 

@@ -10,7 +10,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, block_group
 from plugins.hybrid_parallel.reproducible.feature import separate_use
 from shardformer.sharder import ModelSharder
-from shardformer.transforms.block_checks import InBlocks, block_problems
+from shardformer.transforms.layout_checks import InBlocks, block_problems
 
 _COUNTS = (4, 2)  # without an option, the first that the model takes
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardformer.policies.mixers.attention import Attention
+from shardformer.policies.mixers.attention import Attention, LatentAttention
 from shardformer.policies.mixers.delta_net import DeltaNet
-from shardformer.policies.mixers.experts import Experts
-from shardformer.policies.mixers.feed_forward import FeedForward
-from shardformer.policies.mixers.latent_attention import LatentAttention
+from shardformer.policies.mixers.feed_forward import Experts, FeedForward
 from shardformer.policies.mixers.mixer import MIXER as MIXER
 from shardformer.policies.mixers.mixer import HeadCounts as HeadCounts
 from shardformer.policies.mixers.mixer import Mixer

@@ -1,8 +1,8 @@
-"""Feed-forwards: what a plan of styles forgets between their columns and rows."""
+"""Feed-forwards and experts: what a plan of styles forgets between their columns and rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import nn
@@ -44,3 +44,14 @@ def _feature_statistics(
     if policy.tp_size == 1 or ColumnParallelLinear not in targets or not hasattr(owner, "_gaussian_topk"):
         return []
     return [partial(share_feature_statistics, group=policy.shard_config.group)]
+
+
+class Experts(Mixer):
+    """Adds the sum over ranks where transformers' plan has no entry for it, as that of Qwen3-Omni in 5.17."""
+
+    fills = True
+
+    def styles(self, model: nn.Module, planned: Mapping[str, str]) -> dict[str, str]:
+        """Return the style of experts with divided output projections."""
+        owners = (path.rpartition(".")[0] for path, style in planned.items() if style == "rowwise")
+        return {owner: "moe_tp_experts" for owner in owners if owner.endswith(".experts")}
