@@ -103,7 +103,7 @@ def test_files_of_the_architecture_exist() -> None:
             assert file.is_file(), file
 
 
-@pytest.mark.parametrize("page", ["debugging.md", "troubleshooting.md", "writing_a_policy.md"])
+@pytest.mark.parametrize("page", ["troubleshooting.md", "writing_a_policy.md"])
 def test_quoted_messages_are_in_the_code(page: str) -> None:
     messages = [_code(row[0])[0] for row in rows_of(REPOSITORY / "docs" / page, "Message")]
     assert messages
