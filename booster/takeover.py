@@ -40,9 +40,6 @@ def install() -> None:
     """Take over what the script will import, if a layout is given, once in this process.
 
     A rank keeps the layout from the processes that it starts, which are no ranks.
-
-    Raises:
-        ConfigurationError: the process runs under another layout already.
     """
     layout = os.environ.pop(VARIABLE, None) if "RANK" in os.environ else os.environ.get(VARIABLE)
     present = next((each for each in sys.meta_path if isinstance(each, Takeover)), None)
@@ -121,11 +118,7 @@ class Takeover(MetaPathFinder):
     # ----- the layout -----
 
     def _check_layout(self) -> None:
-        """Refuse a layout that is invalid or does not fit the ranks, on all of them and in one line.
-
-        Raises:
-            ConfigurationError: the reason.
-        """
+        """Refuse a layout that is invalid or does not fit the ranks, on all of them and in one line."""
         from booster import ConfigurationError
         from booster.plugin import plugin_class
 
@@ -150,9 +143,6 @@ class Takeover(MetaPathFinder):
         Args:
             given: the script's class.
             model, args: what a Trainer is given, for the planner; None for other classes.
-
-        Raises:
-            ConfigurationError: the layout is invalid.
         """
         import torch.distributed as dist
 
@@ -303,11 +293,7 @@ class Takeover(MetaPathFinder):
         given.__init__ = __init__
 
     def _refuse_own(self, given: type, boosted: type) -> None:
-        """Refuse a class that the script has boosted itself, with a plugin of its own.
-
-        Raises:
-            ConfigurationError: if it is one.
-        """
+        """Refuse a class that the script has boosted itself, with a plugin of its own."""
         from booster import ConfigurationError
 
         if issubclass(given, boosted):
@@ -328,11 +314,7 @@ class Takeover(MetaPathFinder):
     # ----- scripts that are not taken over -----
 
     def _check_step(self, optimizer: Any, *further: Any) -> None:
-        """Refuse the first step of an optimizer in a process that has boosted nothing.
-
-        Raises:
-            ConfigurationError: always there.
-        """
+        """Refuse the first step of an optimizer in a process that has boosted nothing."""
         if self.used:
             return
         raise self._refusal(

@@ -50,11 +50,7 @@ class ModelWrapper(nn.Module):
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """A boosted optimizer. `param_groups`, `state` and `defaults` are the wrapped optimizer's own objects.
-
-    Args:
-        optim: the user's optimizer.
-    """
+    """A boosted optimizer. `param_groups`, `state` and `defaults` are the wrapped optimizer's own objects."""
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:  # no super().__init__: the inner one holds the state
         self.optim = optim

@@ -20,11 +20,7 @@ SHELLS = ("bash", "zsh")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the script.
-
-    Raises:
-        ConfigurationError: shtab is not installed.
-    """
+    """Print the script."""
     options = parser().parse_args(arguments)
     try:
         import shtab

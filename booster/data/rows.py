@@ -56,9 +56,6 @@ def num_rows(batch: Mapping[Any, Any], main: str | None = None) -> int:
 
     Args:
         batch, main: see `rows_of`.
-
-    Raises:
-        ConfigurationError: the batch does not tell.
     """
     rows = rows_of(batch, main)
     if rows is None:

@@ -71,11 +71,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
-    """Return whether the job is elastic.
-
-    Raises:
-        ConfigurationError: it is not, and options of elastic jobs were given.
-    """
+    """Return whether the job is elastic."""
     names = ("min_ranks", "max_ranks", "rejoin_after", "snapshot_dir", "elastic_log")
     given = [name for name in names if getattr(options, name) is not None]
     if given and not options.elastic:
@@ -139,11 +135,7 @@ def _run(agent: Agent) -> int:
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
-    """Return the numbers that the user may choose.
-
-    Raises:
-        ConfigurationError: they are invalid.
-    """
+    """Return the numbers that the user may choose."""
     least, most = options.min_ranks if options.min_ranks is not None else 1, options.max_ranks
     if most is None:
         raise ConfigurationError("--elastic needs the number of ranks that the layout is for; add --max-ranks 4, say")
@@ -179,11 +171,7 @@ def _times(text: str) -> dict[str, float]:
 
 
 def places_of(options: argparse.Namespace) -> int:
-    """Return the number of ranks of this machine.
-
-    Raises:
-        ConfigurationError: it is not given, and this is one machine of several.
-    """
+    """Return the number of ranks of this machine."""
     if options.nproc_per_node is None:
         if options.rdzv_endpoint:
             raise ConfigurationError("--elastic with --rdzv-endpoint needs this machine's ranks; add --nproc-per-node")

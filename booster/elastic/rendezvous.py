@@ -97,11 +97,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        """Read `HOST:PORT`.
-
-        Raises:
-            ConfigurationError: it has another form.
-        """
+        """Read `HOST:PORT`."""
         host, _, port = text.strip().rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigurationError(
@@ -162,9 +158,6 @@ class Rendezvous:
         number: number of this agent among all that the store has seen.
         leads: whether this agent holds the store.
         endpoint: where the store is.
-
-    Raises:
-        ConfigurationError: no store answers, or the job there is another one.
     """
 
     def __init__(

@@ -107,9 +107,6 @@ class JobProfile:
         folder: receives `trace.json`, `memory.json`, and snapshots of GPUs; if there are several machines, names of
             files end with that of the machine.
         alone: whether all ranks run on this machine.
-
-    Raises:
-        ConfigurationError: the folder cannot be written to.
     """
 
     def __init__(self, num_steps: int, folder: Path, alone: bool = True) -> None:

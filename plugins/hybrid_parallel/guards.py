@@ -68,7 +68,6 @@ class GuardedModel(ModelWrapper):
 
     Args:
         module: the sharded model.
-        mesh: the grid of ranks.
     """
 
     def __init__(self, module: nn.Module, mesh: HybridMesh) -> None:
@@ -108,20 +107,12 @@ class GuardedModel(ModelWrapper):
         raise AttributeError("_torchdynamo_orig_callable")
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse `torch.compile`.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Refuse `torch.compile`."""
         _refuse_compiler()
 
     @staticmethod
     def refuse_outer_engine() -> None:
-        """Refuse to run inside a module that another engine has wrapped.
-
-        Raises:
-            ConfigurationError: if DistributedDataParallel runs this model.
-        """
+        """Refuse to run inside a module that another engine has wrapped."""
         if DistributedDataParallel._get_active_ddp_module() is not None:
             _refuse_engine("DistributedDataParallel")
 
@@ -173,12 +164,7 @@ class GuardedModel(ModelWrapper):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's state dict, or the whole model's on all ranks; optimizers take it over in their next step.
-
-        Raises:
-            ConfigurationError: if this rank holds only a part of the model and the state dict is neither, or if it
-                would replace the parameters.
-        """
+        """Load this rank's state dict, or the whole model's on all ranks; optimizers follow in their next step."""
         if assign:
             raise ConfigurationError(
                 "model.load_state_dict(assign=True) would replace weights that boost() has shared out; leave assign out"
@@ -356,11 +342,7 @@ def _refuse_compiler() -> NoReturn:
 
 
 def refuse_traced_call() -> None:
-    """Refuse to run in a function that `torch.compile` traces.
-
-    Raises:
-        ConfigurationError: if it does.
-    """
+    """Refuse to run in a function that `torch.compile` traces."""
     if torch.compiler.is_compiling():
         _refuse_compiler()
 
@@ -389,11 +371,7 @@ def _refuse_change(method: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def check_boosted(objects: Mapping[str, Any]) -> None:
-    """Refuse objects, by kind ("model", "optimizer", "dataloader", …), whose state cannot be saved or restored.
-
-    Raises:
-        ConfigurationError: if `boost` did not return the model or the optimizer, or if a loader has no state.
-    """
+    """Refuse objects, by kind ("model", "optimizer", "dataloader", …), whose state cannot be saved or restored."""
     checks = {"model": check_boosted_model, "optimizer": check_boosted_optimizer, "dataloader": check_resumable_loader}
     for kind, check in checks.items():
         if objects.get(kind) is not None:
@@ -401,12 +379,7 @@ def check_boosted(objects: Mapping[str, Any]) -> None:
 
 
 def check_boosted_model(model: Any) -> None:
-    """Refuse a model that `boost` did not return.
-
-    Raises:
-        ConfigurationError: if it is the user's own model, or another module around a boosted one, or if a compiler
-            traces this call.
-    """
+    """Refuse a model that `boost` did not return."""
     refuse_traced_call()
     if isinstance(model, GuardedModel):
         return
@@ -426,11 +399,7 @@ def check_boosted_model(model: Any) -> None:
 
 
 def check_boosted_optimizer(optimizer: Any) -> None:
-    """Refuse an optimizer that `boost` did not return.
-
-    Raises:
-        ConfigurationError: if it is the user's own optimizer, or if a compiler traces this call.
-    """
+    """Refuse an optimizer that `boost` did not return."""
     refuse_traced_call()
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
@@ -445,11 +414,7 @@ def check_boosted_optimizer(optimizer: Any) -> None:
 
 
 def check_resumable_loader(loader: Any) -> None:
-    """Refuse a loader that does not know its position.
-
-    Raises:
-        ConfigurationError: if so, as for torch's own `DataLoader`.
-    """
+    """Refuse a loader that does not know its position."""
     if not callable(getattr(loader, "state_dict", None)):
         raise ConfigurationError(
             f"the loader is a plain {type(loader).__name__}, which cannot say where it is in its epoch; pass the one "

@@ -209,11 +209,7 @@ def _follow(scheduler: Any, moved: dict[int, Any]) -> None:
 
 
 def check_loader(loader: DataLoader, dp_size: int) -> None:
-    """Refuse a loader whose global batches `dp_size` replicas cannot share.
-
-    Raises:
-        ConfigurationError: if so, or if `boost` did not return the loader.
-    """
+    """Refuse a loader whose global batches `dp_size` replicas cannot share."""
     if not isinstance(loader, ShardedDataLoader):
         raise ConfigurationError(
             f"relayout() got a plain {type(loader).__name__}, which cannot say where it is in its epoch; give the "

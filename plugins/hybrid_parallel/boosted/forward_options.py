@@ -39,7 +39,6 @@ class ForwardOptions:
 
     Args:
         module: the sharded model.
-        mesh: the grid of ranks.
 
     Attributes:
         signature: of the model's forward; if that passes any arguments on, of the model inside; None if none is named.
@@ -131,9 +130,6 @@ class ForwardOptions:
         Args:
             given: the caller's arguments.
             is_microbatch: whether they are a part of a batch.
-
-        Raises:
-            ConfigurationError: if they ask for tensors that are not whole under this layout.
         """
         for problem in self._problems(given, is_microbatch):
             raise ConfigurationError(problem)
@@ -149,10 +145,6 @@ class ForwardOptions:
 
         Positions that mean none get an attention mask of ones: with it transformers looks for none, as in a plain call
         that fills a cache, which is not filled here.
-
-        Raises:
-            ConfigurationError: if borders of documents do not fit the rows, or a layout cuts rows that transformers
-                would cut at positions that skip or repeat.
         """
         if not self.reads_documents:
             return dict(batch)
@@ -188,11 +180,7 @@ class ForwardOptions:
         return self.would_cache(given) and not recomputes
 
     def _of_documents(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that keep documents which are packed into a row apart; empty if there are none.
-
-        Raises:
-            ConfigurationError: if the attention of this model would let them see each other.
-        """
+        """Return the arguments that keep documents which are packed into a row apart; empty if there are none."""
         is_asked = self.reads_documents and may_be_packed(given) and not asks_for_cache(given)
         if not is_asked or not restarts(given["position_ids"]):
             return {}

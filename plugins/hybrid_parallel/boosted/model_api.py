@@ -166,7 +166,6 @@ class ModelApi(GuardedModel):
 
     Args:
         module: the sharded model.
-        mesh: the grid of ranks.
 
     Attributes:
         origin: what is known of the model that `boost` was given.
@@ -267,11 +266,7 @@ class ModelApi(GuardedModel):
     # ----- hooks and weights -----
 
     def refuse_unseen_hooks(self) -> None:
-        """Refuse the user's hooks on this model where it is not called.
-
-        Raises:
-            ConfigurationError: if there is one.
-        """
+        """Refuse the user's hooks on this model where it is not called."""
         registered = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
         for hook in (hook for hooks in registered for hook in hooks.values()):
             if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith(_OURS):
@@ -281,11 +276,7 @@ class ModelApi(GuardedModel):
                 )
 
     def check_weights(self) -> None:
-        """Refuse weights that have taken the places of those that `boost` has shared out.
-
-        Raises:
-            ConfigurationError: if a parameter is another object.
-        """
+        """Refuse weights that have taken the places of those that `boost` has shared out."""
         for name, held, key, param in self._places:
             if held.get(key) is not param:
                 raise ConfigurationError(
@@ -383,11 +374,7 @@ class ModelApi(GuardedModel):
 
     @staticmethod
     def refuse_tracer() -> None:
-        """Refuse a call by `torch.jit.trace`, `torch.export`, `torch.onnx`, tensorboard's `add_graph` or a compiler.
-
-        Raises:
-            ConfigurationError: if one of them traces this call.
-        """
+        """Refuse a call by `torch.jit.trace`, `torch.export`, `torch.onnx`, tensorboard's `add_graph` or a compiler."""
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
             _refuse_tracing()
         refuse_traced_call()

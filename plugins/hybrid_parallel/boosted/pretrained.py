@@ -118,11 +118,7 @@ class _WholeCall:
         return raise_on_all_ranks(lambda: self._write(plain, args, kwargs, state) if dist.get_rank() == 0 else None)
 
     def _joined_alone(self, folder: str) -> WholeState | None:
-        """Return the module's whole state if rank 0 calls alone, from files of the others; None if all ranks call.
-
-        Raises:
-            ConfigurationError: if a part cannot be written, or be read here.
-        """
+        """Return the module's whole state if rank 0 calls alone, from files of the others; None if all ranks call."""
         requests = failure.requests()
         if requests is None or requests.joins():
             return None

@@ -65,11 +65,7 @@ _logger = get_logger(__name__)
 
 
 class HybridParallelCheckpointIO(CheckpointIO):
-    """Saves and loads models and training states under any parallel layout.
-
-    Args:
-        mesh: mesh of ranks.
-    """
+    """Saves and loads models and training states under any parallel layout."""
 
     def __init__(self, mesh: HybridMesh) -> None:
         self.mesh = mesh
@@ -166,11 +162,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
             return [write_tensors(model_tensors(model, self.mesh, ()), path)]
 
     def joined_parts(self, model: nn.Module, directory: str, parts: list[list[Any]]) -> dict[str, Tensor]:
-        """Return the state dict of the whole model, from what `write_part` wrote and returned on all ranks.
-
-        Raises:
-            ConfigurationError: if a part cannot be read here.
-        """
+        """Return the state dict of the whole model, from what `write_part` wrote and returned on all ranks."""
         saved = merge_tensors([written for written, *_ in parts])
         for tensor in saved.values():  # several stages have the buffers of the root model
             tensor.chunks[:] = {chunk.offsets: chunk for chunk in reversed(tensor.chunks)}.values()
@@ -256,9 +248,6 @@ class HybridParallelCheckpointIO(CheckpointIO):
 
         Returns:
             The `extra` values of the checkpoint.
-
-        Raises:
-            ConfigurationError: there is no readable checkpoint, or it does not fit the objects.
         """
         check_boosted(objects)
         self._background.finish()
@@ -322,11 +311,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         return [] if folder is None else sorted(folder.glob(KEPT))
 
     def _snapshot(self, directory: str, newest: bool) -> Snapshot | None:
-        """Return the snapshot that `directory` names, or with `newest` the newest one, if no checkpoint there is newer.
-
-        Raises:
-            ConfigurationError: the snapshot that is named does not exist.
-        """
+        """Return the snapshot that `directory` names, or with `newest` the newest, if no checkpoint there is newer."""
         if str(directory).startswith(MEMORY):
             found = newest_snapshot(self._snapshot_folders(None), self.group)
             if found is None:

@@ -73,9 +73,6 @@ def refuse_unused(found: Collection[str], used: Collection[str], what: str) -> N
         found: names of the options that were given.
         used: names of the options that have an effect.
         what: the requested output, such as "a model".
-
-    Raises:
-        ConfigurationError: an option has no effect.
     """
     unused = next((name for name in found if name not in used), None)
     if unused is not None:
@@ -84,11 +81,7 @@ def refuse_unused(found: Collection[str], used: Collection[str], what: str) -> N
 
 
 def refuse_bad_places(*paths: Path | None) -> None:
-    """Refuse output files that cannot be written, before the work starts.
-
-    Raises:
-        ConfigurationError: the directory of a file does not exist, or the path of a file is a directory.
-    """
+    """Refuse output files that cannot be written, before the work starts."""
     for path in paths:
         if path is not None and not path.parent.is_dir():
             raise ConfigurationError(f"{path} cannot be written, {path.parent} is no directory; use one that exists")
@@ -97,11 +90,7 @@ def refuse_bad_places(*paths: Path | None) -> None:
 
 
 def refuse_without_pipeline(ranks: int, schedule: str | None, chunks: int | None) -> None:
-    """Refuse pipeline options if the pipeline has only one rank.
-
-    Raises:
-        ConfigurationError: a schedule other than the default or a number of chunks was given.
-    """
+    """Refuse pipeline options if the pipeline has only one rank."""
     if ranks == 1 and (schedule not in (None, "1f1b") or chunks is not None):
         option = f"--schedule {schedule}" if schedule not in (None, "1f1b") else f"--chunks {chunks}"
         raise ConfigurationError(f"{option} has no effect without a pipeline; add --pp 2, or more")

@@ -36,9 +36,6 @@ def model_of(name: str, head: str | None = None, trust_remote_code: bool = False
     Args:
         name, head: see `model_builder`.
         trust_remote_code: whether code in the model's directory may run.
-
-    Raises:
-        ConfigurationError: there is no such model or class.
     """
     import transformers
 
@@ -58,11 +55,7 @@ def model_of(name: str, head: str | None = None, trust_remote_code: bool = False
 
 
 def adapter_config(name: str) -> Any:
-    """Return the configuration of an adapter of peft, from its directory or its adapter_config.json.
-
-    Raises:
-        ConfigurationError: peft is not installed, or there is no such configuration.
-    """
+    """Return the configuration of an adapter of peft, from its directory or its adapter_config.json."""
     try:
         from peft import PeftConfig
     except ImportError:

@@ -34,11 +34,7 @@ _HERE = "this-machine"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return 0.
-
-    Raises:
-        ConfigurationError: a mistake of the user, or no layout fits.
-    """
+    """Run the command; return 0."""
     options = parser().parse_args(arguments)
     refuse_bad_places(options.output, options.table, options.plot, options.json)
     if options.choose > 1 and options.output is None:

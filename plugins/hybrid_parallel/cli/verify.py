@@ -117,11 +117,7 @@ def propose(
 
 
 def plan_of_file(file: str) -> ProposedPlan:
-    """Read a plan.
-
-    Raises:
-        ConfigurationError: the file holds no plan.
-    """
+    """Read a plan."""
     try:
         return ProposedPlan.load(file)
     except ValueError as error:
@@ -129,11 +125,7 @@ def plan_of_file(file: str) -> ProposedPlan:
 
 
 def refuse_bad_output(output: str | None) -> None:
-    """Check that the plan can be written, before anything is trained.
-
-    Raises:
-        ConfigurationError: the folder does not exist, or `output` is a folder.
-    """
+    """Check that the plan can be written, before anything is trained."""
     if output is not None and (Path(output).is_dir() or not Path(output).absolute().parent.is_dir()):
         raise ConfigurationError(f"--output {output} cannot be written; name a file in an existing folder")
 
@@ -175,9 +167,6 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         0 if both trainings are equal, 1 if they differ or the sharded one fails.
-
-    Raises:
-        ConfigurationError: an option is invalid, no tiny model can be made, or the model cannot be sharded.
     """
     options = parser().parse_args(arguments)
     refuse_without_pipeline(options.pp, options.schedule, options.chunks)
@@ -262,11 +251,7 @@ def as_json(found: Verification) -> dict[str, Any]:
 
 
 def _refuse_mixed_plans(options: argparse.Namespace) -> None:
-    """Check the options about plans.
-
-    Raises:
-        ConfigurationError: they exclude each other.
-    """
+    """Check the options about plans."""
     if options.propose and options.plan is not None:
         raise ConfigurationError(f"--propose derives a plan, and --plan {options.plan} gives one; use one of them")
     if options.output is not None and not options.propose:

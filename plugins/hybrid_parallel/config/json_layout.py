@@ -76,11 +76,7 @@ _KEYS = [each.name for each in fields(ParallelDescription)]
 
 
 def options_at(config: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """Return options of `HybridParallelPlugin` from a JSON file, a text such as `tp=2,pp=2`, or a dict of either form.
-
-    Raises:
-        ConfigurationError: the file does not exist or is not a JSON object, or a description is refused.
-    """
+    """Return options of the plugin from a JSON file, a text such as `tp=2,pp=2`, or a dict of either form."""
     if is_planned(config):
         raise ConfigurationError(f"the layout {config} is the planner's choice for a model, which is not known yet")
     if not isinstance(config, dict):
@@ -109,11 +105,7 @@ def is_description(values: Mapping[str, Any]) -> bool:
 
 
 def options_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a description, and any plugin options given next to it, to options of `HybridParallelPlugin`.
-
-    Raises:
-        ConfigurationError: a key is unknown or a value is invalid; one sentence for each problem.
-    """
+    """Convert a description, and any plugin options given next to it, to options of `HybridParallelPlugin`."""
     further = {name: value for name, value in values.items() if name not in _KEYS}
     problems = _unknown(further)
     if "mode" not in values:
@@ -147,9 +139,6 @@ def options_of_text(text: str) -> dict[str, Any]:
 
     Args:
         text: `option=value,…`; sizes may be called tp, pp, sp, cp, ep and dp. `sp` also turns sequence parallelism on.
-
-    Raises:
-        ConfigurationError: an option does not exist (the message names the closest one), has no value or several.
     """
     options: dict[str, Any] = {}
     for part in _COMMAS.split(text):

@@ -101,11 +101,7 @@ class ParallelOptions(OptionGroup):
         return self.pp_size, self.data_parallel_size(world_size), self.cp_size, self.tp_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of data-parallel ranks in a world.
-
-        Raises:
-            ConfigurationError: the sizes do not fit the world size.
-        """
+        """Return the number of data-parallel ranks in a world."""
         sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
         sizes |= {"cp_size": self.cp_size} if self.cp_size > 1 else {}
         block = math.prod(sizes.values())

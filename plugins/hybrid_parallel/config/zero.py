@@ -67,9 +67,6 @@ class ZeroOptions(OptionGroup):
 
         Args:
             num_replicas: data-parallel times context-parallel ranks.
-
-        Raises:
-            ConfigurationError: if `zero_size` does not divide it.
         """
         if self.zero_stage == 0:
             return 1

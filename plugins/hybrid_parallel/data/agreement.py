@@ -28,9 +28,6 @@ def check_shareable(dataloader: DataLoader, rank: int, world_size: int) -> None:
     Args:
         dataloader: the user's loader.
         rank, world_size: position on the data-parallel axis.
-
-    Raises:
-        ConfigurationError: the loader cannot be sharded, or is already sharded in another way.
     """
     kind = type(dataloader)
     if kind.__iter__ is not DataLoader.__iter__:
@@ -153,11 +150,7 @@ def _checksum_of_sample(dataset: Any, index: int) -> int | None:
 
 
 def _content(sample: Any) -> Any:
-    """Convert a sample to comparable plain values.
-
-    Raises:
-        TypeError: the content of the sample's type is unknown.
-    """
+    """Convert a sample to comparable plain values."""
     if isinstance(sample, Tensor):
         return [str(sample.dtype), list(sample.shape), checksum(sample)]
     if isinstance(sample, np.ndarray | np.generic):

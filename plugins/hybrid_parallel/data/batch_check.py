@@ -36,7 +36,6 @@ def check_batch(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
 
     Args:
         batch: batch of this rank.
-        mesh: mesh of ranks.
 
     Raises:
         ConfigurationError: the batches differ; raised on all ranks, and names the first difference.
@@ -111,9 +110,6 @@ def check_kind(kind: Enum, mesh: HybridMesh) -> None:
 
 class ReplicaCheck:
     """Check, in the first steps, that replicas train on different samples.
-
-    Args:
-        mesh: mesh of ranks.
 
     Attributes:
         iterations: number of times that boosted loaders of this rank were iterated.

@@ -223,11 +223,7 @@ class ShardedDataLoader(DataLoaderShard):
         return to_json(state, "dataloader.state_dict()")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration continue where the saved one stopped.
-
-        Raises:
-            ConfigurationError: the saved position is not at a batch boundary of this loader, or in another dataset.
-        """
+        """Make the next iteration continue where the saved one stopped."""
         state = from_json(state)
         position, rest = divmod(state["samples"], self.global_batch_size)
         if rest:
@@ -250,11 +246,7 @@ class ShardedDataLoader(DataLoaderShard):
         self._order_objects.load(self._last.order)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse copies and pickles.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Refuse copies and pickles."""
         raise ConfigurationError("a boosted loader cannot be copied or pickled; boost a copy of the DataLoader itself")
 
     def _generators(self) -> dict[str, torch.Generator]:

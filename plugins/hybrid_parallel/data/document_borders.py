@@ -32,9 +32,6 @@ def with_positions(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch whose documents are told by `position_ids` alone, [rows, seq], which restart at each of them.
 
     Borders count the tokens of all rows, as flash-attn counts them. If positions are given, they stay as they are.
-
-    Raises:
-        ConfigurationError: the borders do not fit the rows, or the entries contradict each other.
     """
     named = [name for name in NAMES if batch.get(name) is not None]
     rest = {name: value for name, value in batch.items() if name not in NAMES}

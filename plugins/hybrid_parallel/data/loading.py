@@ -23,11 +23,7 @@ _log = get_logger(__name__)
 
 
 def check_batch_size(dataloader: DataLoader, least: int) -> None:
-    """Refuse a loader whose batches have fewer samples than a pipeline has micro-batches.
-
-    Raises:
-        ConfigurationError: if so.
-    """
+    """Refuse a loader whose batches have fewer samples than a pipeline has micro-batches."""
     if isinstance(dataloader.collate_fn, PackingCollator):  # micro-batches are parts of a row
         return
     if dataloader.batch_size is not None and dataloader.batch_size < least:
@@ -41,7 +37,6 @@ class Loading:
     """Data loading of a plugin.
 
     Args:
-        mesh: mesh of ranks.
         seed: seed of the sample order; None to use rank 0's default random states when it boosts a loader, which a
             plain loader would also draw from.
 

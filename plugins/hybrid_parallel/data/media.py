@@ -72,11 +72,7 @@ _NUMBER_IMAGES = ("hunyuan_vl",)
 
 
 def check_parts(model: nn.Module, batch: Mapping[str, Any], num_parts: int) -> None:
-    """Refuse to cut the batch of a model whose positions or masks would change with the parts.
-
-    Raises:
-        ConfigurationError: positions count the images of the whole batch, or a part would lose its causal mask.
-    """
+    """Refuse to cut the batch of a model whose positions or masks would change with the parts."""
     config, mask = getattr(model, "config", None), batch.get("attention_mask")
     if num_parts > 1 and _is_causal_if_padded(config) and batch.get("token_type_ids") is None:
         parts = mask.tensor_split(num_parts) if isinstance(mask, Tensor) and mask.dim() == 2 else ()

@@ -36,7 +36,6 @@ def next_batch(batches: Any) -> Any:
     """Return the next batch of an iterator; a mapping is itself a batch.
 
     Raises:
-        ConfigurationError: the value is neither.
         StopIteration: the iterator is at its end.
     """
     if isinstance(batches, Mapping):
@@ -57,11 +56,7 @@ def next_batch(batches: Any) -> Any:
 
 
 def as_batch(value: Any) -> dict[str, Any]:
-    """Return a batch as keyword arguments of the model.
-
-    Raises:
-        ConfigurationError: the value is not a mapping.
-    """
+    """Return a batch as keyword arguments of the model."""
     if isinstance(value, Mapping):
         return dict(value)
     raise ConfigurationError(
@@ -316,7 +311,6 @@ def agreed_microbatches(rows: int, count: Callable[[int, int], int], mesh: Hybri
     Args:
         rows: samples of this rank's share of the batch.
         count: (samples, stages) -> number of micro-batches that one rank alone would use.
-        mesh: mesh of ranks.
     """
     # On the CPU: reading the result must not wait for the device.
     extremes = torch.tensor([rows or MANY, -rows])

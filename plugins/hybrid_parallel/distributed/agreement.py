@@ -76,9 +76,6 @@ def raise_on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None 
     """Do file work on this rank; if it fails on any rank of the group, raise on all of them.
 
     Errors of every kind are shared: after an error that was not, the other ranks would wait for this one.
-
-    Raises:
-        ConfigurationError: for the first failure, in one sentence; on the rank that failed, chained to its own error.
     """
     result, problem, cause = None, None, None
     try:

@@ -71,11 +71,7 @@ def check_mapping(mapping: Mapping[Any, Any], num_stages: int, num_shards: int) 
 
 
 def ranks_of(mapping: Mapping[str, Mapping[str, Any]]) -> list[list[int]]:
-    """Return the ranks of the shards, stage by stage; all ranks of the world must call this.
-
-    Raises:
-        ConfigurationError: if no rank has one of the devices, or if two names mean the same device.
-    """
+    """Return the ranks of the shards, stage by stage; all ranks of the world must call this."""
     places = [tuple(place) for place in all_gather_json([socket.gethostname(), _local_rank()])]
     stages = [mapping[f"stage_{stage}"] for stage in range(len(mapping))]
     ranks = [[_rank_of(shards[f"shard_{shard}"], places) for shard in range(len(shards))] for shards in stages]

@@ -192,7 +192,6 @@ def run_on_local_ranks(
         The function's results, in rank order.
 
     Raises:
-        ConfigurationError: if the function raised one on a rank.
         RankFailure: if a rank failed otherwise, or did not end in time.
     """
     start = time.monotonic()

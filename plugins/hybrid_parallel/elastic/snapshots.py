@@ -37,7 +37,6 @@ class ElasticCheckpointIO(HybridParallelCheckpointIO):
     """Adds snapshots in the memory of the machines to checkpoints; a job continues from the newer of the two.
 
     Args:
-        mesh: mesh of ranks.
         plans: layouts for other numbers of ranks.
     """
 

@@ -36,11 +36,7 @@ class Compilation(Feature):
 
 
 def check_compilation(model: nn.Module, device: torch.device) -> None:
-    """Refuse a model whose layers cannot be compiled.
-
-    Raises:
-        ConfigurationError: it has no layers to compile, or this machine has no compiler for the device.
-    """
+    """Refuse a model whose layers cannot be compiled."""
     if not any(_layers(model)):
         raise ConfigurationError(
             f"compile_layers=True finds no layers of transformers in {type(model).__name__}; use compile_layers=False"

@@ -71,7 +71,6 @@ class ExpertBalance:
 
     Args:
         losses: the loss of the model, which knows its tokens.
-        mesh: the grid of ranks.
         rate: by which biases of routers move after each step; 0 leaves them.
     """
 

@@ -56,11 +56,7 @@ class Parts:
 
 
 class Feature:
-    """What an option adds to a job. Methods are in the order of their calls; each does nothing by default.
-
-    Args:
-        config: options of the plugin.
-    """
+    """What an option adds to a job. Methods are in the order of their calls; each does nothing by default."""
 
     def __init__(self, config: HybridParallelConfig) -> None:
         self.config = config

@@ -62,11 +62,7 @@ class Recomputation(Feature):
                 _recompute_by_transformers(each, how)
 
     def sharded(self, parts: Parts) -> None:
-        """Recompute only the first share of this stage's layers: in a pipeline they wait longest for their backward.
-
-        Raises:
-            ConfigurationError: if the stage has no layers to choose from.
-        """
+        """Recompute only the first share of this stage's layers: in a pipeline they wait longest for their backward."""
         if not self._is_on or not isinstance(self._wanted, float):
             return
         from transformers.modeling_layers import GradientCheckpointingLayer

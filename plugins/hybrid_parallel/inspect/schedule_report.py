@@ -56,11 +56,7 @@ def to_trace(timeline: Timeline, unit_us: float = 1.0) -> dict[str, Any]:
 
 
 def write_trace(timeline: Timeline, path: Path, unit_us: float = 1.0) -> None:
-    """Write the result of `to_trace` to a JSON file.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """Write the result of `to_trace` to a JSON file."""
     try:
         path.write_text(json.dumps(to_trace(timeline, unit_us)))
     except OSError as error:

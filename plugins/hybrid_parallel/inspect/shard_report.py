@@ -88,9 +88,6 @@ def shard_report(build: Callable[[], nn.Module], config: HybridParallelConfig, w
         build: function that builds the whole model; called on the meta device, once for each of these ranks.
         config: options of the layout.
         world_size: number of ranks of the layout.
-
-    Raises:
-        ConfigurationError: the model cannot be sharded this way, or process groups already exist.
     """
     if dist.is_initialized():
         raise ConfigurationError("process groups already exist; inspect a layout in a separate process")
@@ -206,11 +203,7 @@ td.none { color: #bbb; text-align: center; }
 
 
 def write_page(ranks: list[RankShards], title: str, path: Path) -> None:
-    """Write the page to a self-contained file.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """Write the page to a self-contained file."""
     try:
         path.write_text(page(ranks, title), encoding="utf-8")
     except OSError as error:

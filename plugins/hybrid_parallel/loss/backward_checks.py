@@ -64,9 +64,6 @@ class LabelCounts:
 
     The number of labels is that of torch's cross entropy in the loss, or else of the labels that the model was given.
     So it does where a script multiplies its loss by the number of processes, which it does not need here.
-
-    Args:
-        mesh: the grid of ranks.
     """
 
     def __init__(self, mesh: HybridMesh) -> None:

@@ -68,7 +68,6 @@ class LossChoice:
 
     Args:
         model: the sharded model, possibly inside peft's wrappers.
-        mesh: the grid of ranks.
         adds_exactly: whether sums are the same bits in any order, see `StepLoss`.
         compares_all: whether contrastive losses compare the samples of all replicas, or those of each alone.
 
@@ -94,11 +93,7 @@ class LossChoice:
         return self.model.context_axis if getattr(self.model, "returns_parts", False) else None
 
     def choose(self, batch: Mapping[str, Any], criterion: Callable[[Any, Any], Any] | None = None) -> ChosenLoss:
-        """Choose the loss of a batch. An empty share has the keys of the others but no rows, and the same choice.
-
-        Raises:
-            ConfigurationError: if the forward would compute the loss and only see parts of sequences.
-        """
+        """Choose the loss of a batch. An empty share has the keys of the others but no rows, and the same choice."""
         if criterion is not None:
             return ChosenLoss(LossSource.CRITERION, criterion=criterion)
         if self.scores is not None:

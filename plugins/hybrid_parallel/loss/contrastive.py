@@ -74,9 +74,6 @@ class ContrastiveStepLoss(ModelStepLoss):
         model: the sharded model.
         rest: see `ModelStepLoss`.
         compares_all: whether the batch is the global one.
-
-    Raises:
-        ConfigurationError: if it is not known which features the model compares, and a pass has some of them.
     """
 
     def __init__(
@@ -116,11 +113,7 @@ class ContrastiveStepLoss(ModelStepLoss):
 
     @contextmanager
     def reading(self, model: nn.Module, keeps_outputs: bool = False) -> Iterator[None]:
-        """Let the forward of the model see the features of all replicas and micro-batches in this context.
-
-        Raises:
-            ConfigurationError: if several stages of a rank take turns in the model.
-        """
+        """Let the forward of the model see the features of all replicas and micro-batches in this context."""
         stages = getattr(self.model, "stage_views", None)
         if self.passes > 1 and stages is not None and len(stages.views) > 1:
             raise ConfigurationError(

@@ -43,9 +43,6 @@ class LossKind(Enum):
 class ReplicaLosses:
     """How the losses of one model's replicas are put together.
 
-    Args:
-        mesh: the grid of ranks.
-
     Attributes:
         kind: what the loss of the backward pass under way is; outside of `booster.backward` nothing is weighted.
     """
@@ -72,11 +69,7 @@ class ReplicaLosses:
         return RowWeight(self, rows, step) if self.mesh.size("dp") > 1 else None
 
     def weigh(self, gradient: Tensor, weight: float) -> Tensor:
-        """Return a multiple of the gradient of a mean over rows, and of other losses the gradient as it is.
-
-        Raises:
-            ConfigurationError: the weight of a mean is nan, because the rows of a replica are not known.
-        """
+        """Return a multiple of the gradient of a mean over rows, and of other losses the gradient as it is."""
         if self.kind is not LossKind.MEAN_OF_ROWS:
             return gradient
         if math.isnan(weight):
@@ -102,11 +95,7 @@ class RowWeight:
         self._work = dist.all_reduce(self._sums, group=losses.mesh.group("dp"), async_op=True)
 
     def wait(self) -> float:
-        """Return the weight; nan if a replica does not know its rows.
-
-        Raises:
-            ConfigurationError: if another replica is at another step.
-        """
+        """Return the weight; nan if a replica does not know its rows."""
         self._work.wait()
         (rows, step), replicas = self._mine, self.losses.mesh.size("dp")
         total, steps, unknown = self._sums.tolist()
@@ -180,11 +169,7 @@ class Counts:
 
 
 def loss_and_count(loss: Any) -> tuple[Tensor, Any]:
-    """Return the tensor of a loss and its count, which is None for a mean.
-
-    Raises:
-        ConfigurationError: if it is neither a mean nor (sum, count).
-    """
+    """Return the tensor of a loss and its count, which is None for a mean."""
     value, *rest = loss if isinstance(loss, tuple | list) else (loss,)
     if not isinstance(value, Tensor) or len(rest) > 1:
         raise ConfigurationError(

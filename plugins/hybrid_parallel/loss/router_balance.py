@@ -28,7 +28,6 @@ class RouterBalance:
         scores: collects the scores of this rank's routers.
         masks: the attention mask of this rank's tokens in each micro-batch, [batch, seq/cp] or None; none if the share
             of this replica is empty.
-        mesh: the grid of ranks.
         cuts_over_tp: whether tensor-parallel ranks route different tokens (`all_to_all` sequence parallelism).
 
     Attributes:

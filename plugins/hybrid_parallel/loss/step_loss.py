@@ -42,7 +42,6 @@ class StepLoss:
 
     Args:
         microbatches: the micro-batches of this replica, as whole mappings with labels.
-        mesh: the grid of ranks.
 
     Attributes:
         reads_parallel_logits: whether it reads logits that are sharded over the vocabulary.
@@ -207,11 +206,7 @@ class TokenScores(NoLoss):
         return inputs if self.head_loss is None else self.head_loss.inputs(inputs)
 
     def of_tokens(self, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the scores instead of the logits, of this rank's part of each sequence.
-
-        Raises:
-            ConfigurationError: if the model has no logits of tokens.
-        """
+        """Return the scores instead of the logits, of this rank's part of each sequence."""
         logits, labels = getattr(outputs, "logits", None), batch[SHIFTED]
         if logits is None or logits.dim() != labels.dim() + 1:
             raise ConfigurationError(
@@ -461,9 +456,6 @@ def next_tokens(batch: Mapping[str, Any], head_loss: HeadLoss | None) -> tuple[d
     """Return a batch with `shift_labels` instead of labels, and whether they are those of the next tokens.
 
     Without labels, each token of a text is one, but for padding and the first of each packed document.
-
-    Raises:
-        ConfigurationError: if it has no labels and no tokens.
     """
     if batch.get(SHIFTED) is not None:
         return {name: value for name, value in batch.items() if name != "labels"}, False

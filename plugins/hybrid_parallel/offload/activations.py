@@ -361,11 +361,7 @@ def activation_store(place: str | Path | None, device: torch.device) -> Store | 
 
 
 def check_layers(place: str | Path | None, model: nn.Module) -> None:
-    """Refuse a model without layers.
-
-    Raises:
-        ConfigurationError: if nothing in it tells what to keep and what to move.
-    """
+    """Refuse a model without layers."""
     if place is not None and not any(layers_of(model)):
         raise ConfigurationError(
             f"{OPTION}={str(place)!r} moves what layers save, and {type(model).__name__} has none (in a ModuleList); "

@@ -40,9 +40,6 @@ class PagedFile(SharedSegment):
     Args:
         directory: where the file is; created if its parent exists.
         option: the option that names the directory, for messages.
-
-    Raises:
-        ConfigurationError: if the directory cannot be created or written to.
     """
 
     def __init__(self, directory: Path, option: str) -> None:
@@ -111,11 +108,7 @@ class PagedFile(SharedSegment):
 
 
 def open_unnamed(directory: Path, option: str) -> int:
-    """Open a new file without a name in a directory, which is created if its parent exists.
-
-    Raises:
-        ConfigurationError: if the directory cannot be created or written to.
-    """
+    """Open a new file without a name in a directory, which is created if its parent exists."""
     try:
         directory.mkdir(exist_ok=True)
         with contextlib.suppress(OSError):  # some file systems know only files with names

@@ -57,9 +57,6 @@ class FileStore:
 
     Attributes:
         space: the parts of the file.
-
-    Raises:
-        ConfigurationError: if the directory cannot be created or written to.
     """
 
     def __init__(self, directory: Path, option: str) -> None:
@@ -75,11 +72,7 @@ class FileStore:
         return FileCopy(self, data.numel(), lambda: data)
 
     def write(self, data: Tensor, place: int) -> None:
-        """Write bytes at `place`.
-
-        Raises:
-            ConfigurationError: if the file system has no space for them.
-        """
+        """Write bytes at `place`."""
         rest = memoryview(data.numpy())
         while rest:
             try:

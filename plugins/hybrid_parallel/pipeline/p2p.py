@@ -54,11 +54,7 @@ def specs_of(message: StageMessage) -> Specs:
 
 
 def to_header(specs: Specs) -> Tensor:
-    """Encode the specs of a message of up to 256 tensors in a tensor of fixed size.
-
-    Raises:
-        ValueError: the message has more tensors.
-    """
+    """Encode the specs of a message of up to 256 tensors in a tensor of fixed size."""
     if len(specs) > _MAX_TENSORS:
         raise ValueError(f"a message between pipeline stages has {len(specs)} tensors, more than {_MAX_TENSORS}")
     header = torch.full((_HEADER_LENGTH,), -1, dtype=torch.int64)
@@ -295,7 +291,6 @@ def connect(mesh: HybridMesh, schedule: Schedule, num_chunks: int) -> dict[int, 
     """Create the channels of this rank's stages; all ranks create the groups of all channels, in one order.
 
     Args:
-        mesh: the grid of ranks.
         schedule: the pipeline schedule, which assigns stages to ranks.
         num_chunks: number of stages per rank.
     """

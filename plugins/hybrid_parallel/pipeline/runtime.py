@@ -64,7 +64,6 @@ class PipelineRuntime:
 
     Args:
         module: the model, reduced to these stages.
-        mesh: the grid of ranks.
         schedule: the pipeline schedule, which also assigns stages to ranks.
         num_chunks: number of stages per rank.
         recorder: measures every action of training steps; None for no measurements.

@@ -26,7 +26,6 @@ class ScheduleRecorder:
 
     Args:
         directory: receives a file of JSON lines for each rank of the pipeline.
-        mesh: the grid of ranks.
     """
 
     def __init__(self, directory: Path, mesh: HybridMesh) -> None:
@@ -85,11 +84,7 @@ class ScheduleRecorder:
 
 
 def read_timelines(directory: Path) -> dict[int, Timeline]:
-    """Read the timeline of each recorded step, in milliseconds.
-
-    Raises:
-        ConfigurationError: if the directory has no recording, or an incomplete one.
-    """
+    """Read the timeline of each recorded step, in milliseconds."""
     paths = sorted(directory.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
     if not paths:
         raise ConfigurationError(

@@ -102,9 +102,6 @@ def measure_device(
         inside, between: the links of a machine and of its network.
         node_size: number of ranks of a machine.
         ranks: number of ranks that share this machine's memory.
-
-    Raises:
-        ConfigurationError: the model cannot be trained on this machine.
     """
     rate, half, bandwidth = _kernels(device, precision)
     found = {}

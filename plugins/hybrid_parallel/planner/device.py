@@ -178,11 +178,7 @@ PRESETS: dict[str, Device] = {
 
 
 def preset(name: str, **changes: float | int | Link | None) -> Device:
-    """Return the preset called `name` (in any case), with the fields in `changes` replaced unless they are None.
-
-    Raises:
-        ConfigurationError: there is no such preset.
-    """
+    """Return the preset called `name` (in any case), with the fields in `changes` replaced unless they are None."""
     found = {known.lower(): device for known, device in PRESETS.items()}.get(name.lower())
     if found is None:
         raise ConfigurationError(f"no device '{name}' is known; use {', '.join(PRESETS)} or this-machine")

@@ -20,11 +20,7 @@ _MOST_SHAPES = 8  # batches of other lengths are interpolated between those that
 
 
 class ModelFlops:
-    """Counts matrix products and attention of one sample, without weights or values (fake tensors).
-
-    Args:
-        model: the boosted model.
-    """
+    """Counts matrix products and attention of one sample, without weights or values (fake tensors)."""
 
     def __init__(self, model: HybridParallelModel) -> None:
         self.model_class, self.config = type(model_inside(model.unwrap())), model.origin.config

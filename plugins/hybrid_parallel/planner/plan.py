@@ -97,11 +97,7 @@ def plan_apart(build: Callable[[], nn.Module], job: Job, device: Device | None) 
 
 
 def plan_for_all_ranks(build: Callable[[], nn.Module], job: Job, device: Device | None) -> list[dict[str, Any]]:
-    """Plan on rank 0, and return the ranked layouts on every rank: name, options and predicted seconds of a step.
-
-    Raises:
-        ConfigurationError: the planner failed.
-    """
+    """Plan on rank 0, and return the ranked layouts on every rank: name, options and predicted seconds of a step."""
     control_group()  # creating it is collective, so do it before rank 0 takes its own path
     rows: list[dict[str, Any]] = []
     problem = None
@@ -121,11 +117,7 @@ def plan_for_all_ranks(build: Callable[[], nn.Module], job: Job, device: Device 
 
 
 def bytes_of(text: str) -> float:
-    """Return a number of bytes from text, such as 24GiB, 24GB or 24, which is in GiB.
-
-    Raises:
-        ConfigurationError: it is no amount of memory.
-    """
+    """Return a number of bytes from text, such as 24GiB, 24GB or 24, which is in GiB."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     number = float(match[1]) if match else 0.0
     if not 0 < number < float("inf"):
@@ -144,9 +136,6 @@ def options_for_model(model: nn.Module, rows: int, length: int, memory: str | No
         rows: samples of a step of one rank, if all were replicas.
         length: tokens of a sample.
         memory: what a rank may use, as text; None for the memory of the device.
-
-    Raises:
-        ConfigurationError: no layout fits.
     """
     job = Job(dist.get_world_size(), rows * dist.get_world_size(), length, "fp32")
     job = replace(job, memory=None if memory is None else bytes_of(memory))

@@ -105,7 +105,6 @@ def plan_buckets(
     Args:
         stages: index of each stage of the rank -> its parts.
         profile: the profile for the layout's tensor-parallel size.
-        config: the layout.
         num_shards: number of ranks that share the optimizer states.
         device_type: "cpu" or "cuda", on which the default size of buckets depends.
     """

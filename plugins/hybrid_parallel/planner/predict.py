@@ -201,7 +201,6 @@ class Predictor:
         """Predict the cost of a layout.
 
         Args:
-            layout: the layout.
             exact: simulate the schedule; otherwise estimate its bubble, which is accurate enough for sorting.
             limit: maximum bytes of a rank; None for no limit.
 

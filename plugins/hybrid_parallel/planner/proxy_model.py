@@ -156,15 +156,11 @@ def build_proxy_model(
 
     Args:
         build: builds the whole model; called on the meta device.
-        config: the layout.
         device: device on which the model gets random values; None to leave it on the meta device.
         optimizer: builds an optimizer, which is wrapped too; None for no optimizer.
 
     Returns:
         The sharded module, its lists of layers by their paths inside of peft's wrapper, and the wrapped model.
-
-    Raises:
-        ConfigurationError: the model cannot be sharded like this.
     """
     mesh = build_mesh(1, 1, 1, config.parallel.tp_size, device=device)
     with quiet(), torch.device("meta"):

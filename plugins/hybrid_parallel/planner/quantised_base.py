@@ -34,11 +34,7 @@ class QuantisedBase:
     skipped: tuple[str, ...] | None = None
 
     def names(self, model: nn.Module) -> frozenset[str]:
-        """Return the names of the weights of a whole model, without peft's wrapper, that are quantised.
-
-        Raises:
-            ConfigurationError: the model trains nothing, or one of these weights.
-        """
+        """Return the names of the weights of a whole model, without peft's wrapper, that are quantised."""
         skipped = self._skipped(model)
         found = {
             f"{path}.weight": module.weight
@@ -75,11 +71,7 @@ class QuantisedBase:
 
 
 def quantised_by(config: Any, kind: str | None = None) -> QuantisedBase | None:
-    """Return how a configuration's `quantization_config`, or `kind`, stores the base; None for no quantisation.
-
-    Raises:
-        ConfigurationError: the planner does not know this quantisation.
-    """
+    """Return how a configuration's `quantization_config`, or `kind`, stores the base; None for no quantisation."""
     given = getattr(config, "quantization_config", None)
     if kind is not None or given is None:
         return None if kind is None else QuantisedBase(kind)

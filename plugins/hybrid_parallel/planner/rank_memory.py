@@ -60,7 +60,6 @@ def grad_buffer_bytes(held: RankParameters, layout: Layout, device_type: str) ->
 
     Args:
         held: the rank's parameters.
-        layout: the layout.
         device_type: "cpu" or "cuda".
     """
     if held.num_shards == 1:
@@ -153,7 +152,6 @@ def static_of(held: RankParameters, profile: Profile, config: HybridParallelConf
     Args:
         held: its parameters.
         profile: the profile for the layout's tensor-parallel size.
-        config: the layout.
         replica: position of the rank among the data-parallel times context-parallel ranks.
     """
     num_shards = held.num_shards

@@ -18,11 +18,7 @@ _ONE_LABEL = ("SequenceClassification", "ImageClassification", "AudioClassificat
 
 
 def batch_of(model: nn.Module, rows: int, length: int, device: str = "cpu") -> dict[str, Tensor]:
-    """Make a batch of zeros: `rows` samples of `length` tokens, or `rows` images, with labels, on `device`.
-
-    Raises:
-        ConfigurationError: the model reads neither text nor images, has no loss, or has fewer than `length` positions.
-    """
+    """Make a batch of zeros: `rows` samples of `length` tokens, or `rows` images, with labels, on `device`."""
     model = model_inside(model)
     name, config = type(model).__name__, model.config
     positions = _positions(config)

@@ -36,11 +36,7 @@ _BOOSTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were giv
 
 
 def model_as_given(model: nn.Module) -> nn.Module:
-    """Return the model to shard, without `torch.compile` wrappers; wrappers of sub-modules are removed in place.
-
-    Raises:
-        ConfigurationError: if another engine has changed the model.
-    """
+    """Return the model to shard, without `torch.compile` wrappers; wrappers of sub-modules are removed in place."""
     if isinstance(model, ModelWrapper):
         raise ConfigurationError("boost() got a model that boost() has returned before; boost a model once")
     if torch.empty(0).device.type == "meta":
@@ -83,11 +79,7 @@ def remember_as_boosted(model: nn.Module) -> None:
 
 
 def check_optimizers_as_given(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that another engine steps.
-
-    Raises:
-        ConfigurationError: if one was boosted before, or comes from accelerate.
-    """
+    """Refuse optimizers that another engine steps."""
     for optim in optimizers:
         if isinstance(optim, OptimizerWrapper):
             raise ConfigurationError("boost() got an optimizer that boost() has returned before; boost a model once")
@@ -168,11 +160,7 @@ def mixed_samples(model: nn.Module) -> tuple[str, str] | None:
 
 
 def refuse_mixed_samples(config: HybridParallelConfig, model: nn.Module, num_replicas: int) -> None:
-    """Check that no module mixes the samples of a batch which is cut.
-
-    Raises:
-        ConfigurationError: if one does; the message says what would do.
-    """
+    """Check that no module mixes the samples of a batch which is cut."""
     found = mixed_samples(model)
     if found is not None and cuts_batch(config, num_replicas):
         reason, way_out = found
@@ -183,11 +171,7 @@ def refuse_mixed_samples(config: HybridParallelConfig, model: nn.Module, num_rep
 
 
 def check_contents(model: nn.Module, config: HybridParallelConfig) -> None:
-    """Check that the layout supports what the model contains, before anything is changed.
-
-    Raises:
-        ValueError: if it does not.
-    """
+    """Check that the layout supports what the model contains, before anything is changed."""
     parallel = config.parallel
     sizes = {name: getattr(parallel, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     check_adapters(model, [f"{name}={size}" for name, size in sizes.items() if size > 1])
@@ -226,11 +210,7 @@ def check_options_against_model(
 
     Args:
         names: id of each parameter -> its names.
-        mesh: the grid of ranks.
         features: what attaches to the model.
-
-    Raises:
-        ConfigurationError: if one does not fit; the message says why.
     """
     parallel = config.parallel
     num_replicas = mesh.size(DP_CP)

@@ -55,9 +55,6 @@ def build_trained(
 
     Args:
         seed: returns the seed of the random numbers, after the checks.
-
-    Raises:
-        ConfigurationError: the model, its optimizers or options do not fit each other; nothing is changed then.
     """
     names = names_of_parameters(model)
     features = features_of(config, model)

@@ -30,8 +30,6 @@ class LossBackward:
     """Backward passes of the losses that a script computes.
 
     Args:
-        grid: the grid of ranks.
-        config: options of the plugin.
         first_batches: compares the batches of replicas in the first steps.
     """
 

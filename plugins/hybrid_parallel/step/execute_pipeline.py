@@ -36,7 +36,6 @@ def run_batch(
     """Run one batch; see `Booster.execute_pipeline`.
 
     Args:
-        model: the boosted model.
         criterion: the user's loss, or None for the model's own.
         trains: whether to run the backward pass.
     """

@@ -74,7 +74,6 @@ def in_pass(
     """Run a pass in this context; all ranks of the model enter it together.
 
     Args:
-        model: the boosted model.
         inputs: arguments of each forward pass, as many on all replicas.
         reading: context in which heads give what the loss reads.
 

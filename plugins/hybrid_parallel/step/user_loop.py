@@ -56,9 +56,6 @@ _BARE = ""  # the name of the output of a model that returns a single tensor
 class UserLoop:
     """Calls of one model by the user's own loop.
 
-    Args:
-        model: the boosted model.
-
     Attributes:
         pending: calls by number, that the backward pass under way has reached.
         losses: how the losses of replicas are put together.
@@ -259,7 +256,6 @@ class PipelineCall:
         """Take the gradient of the user's loss with respect to an output.
 
         Raises:
-            ConfigurationError: if `booster.backward` does not run this backward pass.
             RuntimeError: if this is the second one.
         """
         optimizers = self.model.optimizers

@@ -27,9 +27,6 @@ def labels_without_text(
 
     Args:
         kind: the task of the head, as "ForDepthEstimation".
-
-    Raises:
-        ConfigurationError: there are no random labels for this kind of head.
     """
     classes = getattr(model.config, "num_labels", 2)
     if kind == "ForAudioFrameClassification":

@@ -59,9 +59,6 @@ def propose_verified(
 
     Returns:
         The verified plan; without entries if nothing can be cut exactly.
-
-    Raises:
-        ConfigurationError: the model does not run, or does not train unsharded.
     """
     model = subject.build()
     batch = subject.batch(model, 0, rows)
@@ -96,9 +93,6 @@ def propose_own_model(
 
     Returns:
         The plan: `policy()` is a `custom_policy`, `save(file)` writes JSON that can be edited.
-
-    Raises:
-        ConfigurationError: the model does not run, or does not train unsharded.
     """
     rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)
     if rows == 0:

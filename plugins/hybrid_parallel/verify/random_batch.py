@@ -138,9 +138,6 @@ def distance_from_wave(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, 
     Args:
         outputs: outputs of the model.
         batch: its inputs, with samples in the first dimension of the first tensor.
-
-    Raises:
-        ConfigurationError: no output has a gradient.
     """
     rows = next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim())
     found = [output for output in _differentiable(outputs) if output.dim() and len(output) % rows == 0]

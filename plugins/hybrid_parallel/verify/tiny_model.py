@@ -204,11 +204,7 @@ class TinyModel:
     has_labels: bool = True
 
     def build(self) -> nn.Module:
-        """Build the model in training mode, without dropout.
-
-        Raises:
-            ConfigurationError: the model is not small, because a field with an unusual name makes it large.
-        """
+        """Build the model in training mode, without dropout."""
         model = build_small(getattr(importlib.import_module(self.module), self.name), self.config, self.dtype)
         count = sum(param.numel() for param in model.parameters())
         if self.most_parameters is not None and count > self.most_parameters:
@@ -234,9 +230,6 @@ def small_config(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = 
 
     Args:
         widths: hidden sizes of the whole configuration that this is a part of; None if it is the whole.
-
-    Raises:
-        ConfigurationError: the class of the configuration rejects the small sizes.
     """
     config_class = type(config)
     values = small_values(config, sizes, widths)

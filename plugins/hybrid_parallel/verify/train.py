@@ -115,7 +115,6 @@ def train_reference(trial: VerifyCase) -> Trace:
     """Train the whole model unsharded, with plain torch.
 
     Raises:
-        ConfigurationError: the model returns no loss, or its loss is not finite or too large.
         RandomLossError: its loss is random, and `draws_alike` is off.
     """
     model = trial.tiny_model.build()

@@ -61,9 +61,6 @@ def verify(
         steps: number of optimizer steps.
         timeout_s: time limit for the ranks, in seconds.
         criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the model's own loss.
-
-    Raises:
-        ConfigurationError: the model cannot be sharded like this, or no tiny model of it trains.
     """
     layout = HybridParallelConfig.from_options(**options)
     parallel, pipeline = layout.parallel, layout.pipeline
@@ -89,11 +86,7 @@ def verify(
 
 
 def refuse_without_loss(model_class: type[nn.Module], criterion: Criterion | None) -> None:
-    """Check that there is something to train for.
-
-    Raises:
-        ConfigurationError: the class computes no loss, and there is no criterion.
-    """
+    """Check that there is something to train for."""
     if criterion is None and not takes_labels(model_class):
         raise ConfigurationError(
             f"{model_class.__name__} has no loss; name a head with --head, as CausalLM, or add --criterion"
@@ -117,9 +110,6 @@ def plain_training(trial: VerifyCase, precision: str | None) -> tuple[VerifyCase
 
     Returns:
         The trial with the tiny model of that precision, its name, and the trace of the training.
-
-    Raises:
-        ConfigurationError: the tiny model trains in no precision.
     """
     for name in [precision] if precision is not None else list(DTYPES):
         tried = replace(trial, tiny_model=replace(trial.tiny_model, dtype=DTYPES[name]))
@@ -138,11 +128,7 @@ def plain_training(trial: VerifyCase, precision: str | None) -> tuple[VerifyCase
 def refuse_what_cannot_be_cut(
     config: Any, model_class: type[nn.Module], layout: HybridParallelConfig, world_size: int
 ) -> None:
-    """Check that the full-size model, not its tiny model, can be sharded, by sharding it on the meta device.
-
-    Raises:
-        ConfigurationError: the model cannot be sharded like this.
-    """
+    """Check that the full-size model, not its tiny model, can be sharded, by sharding it on the meta device."""
     from plugins.hybrid_parallel.distributed.mesh import build_mesh
     from plugins.hybrid_parallel.setup.model import shard_model
 

@@ -422,11 +422,7 @@ class Bucket:
         return gather
 
     def arrive(self) -> None:
-        """Wait for the parameters of the last step.
-
-        Raises:
-            ConfigurationError: if a parameter was changed before it was gathered.
-        """
+        """Wait for the parameters of the last step."""
         if self._arriving is None:
             return
         self._arriving.wait()

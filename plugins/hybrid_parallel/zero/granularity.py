@@ -60,9 +60,6 @@ def check_granularity(optim: torch.optim.Optimizer, tp_size: int, ep_size: int, 
 
     Args:
         num_shards: number of ranks over which ZeRO shards the states.
-
-    Raises:
-        ConfigurationError: if the optimizer does not fit the layout.
     """
     if granularity_of(optim) is not Granularity.MODEL:
         return
@@ -82,9 +79,6 @@ def check_zero_size(optim: torch.optim.Optimizer, zero_size: int | None, num_rep
 
     Args:
         num_parts: number of ranks over which tensor and expert parallelism cut parameters.
-
-    Raises:
-        ConfigurationError: if they do not fit.
     """
     if zero_size in (None, num_replicas) or num_parts == 1 or granularity_of(optim) is not Granularity.PARAMETER:
         return
@@ -99,9 +93,6 @@ def check_step_in_parts(optim: torch.optim.Optimizer, place: str | Path | None) 
 
     Args:
         place: where its states are to be; None if they are not offloaded.
-
-    Raises:
-        ConfigurationError: if the step cannot be taken bucket by bucket.
     """
     if place is None:
         return

@@ -158,11 +158,7 @@ def check_tied(tied: Mapping[nn.Parameter, TiedParameter], model: nn.Module) -> 
 
 
 def check_gradients(model: nn.Module) -> None:
-    """Refuse gradients from before `boost`: they belong to batches that every rank has seen, or to unknown ones.
-
-    Raises:
-        ConfigurationError: if a parameter has a gradient.
-    """
+    """Refuse gradients from before `boost`: they belong to batches that every rank has seen, or to unknown ones."""
     for name, param in model.named_parameters():
         if param.grad is not None:
             raise ConfigurationError(
@@ -176,9 +172,6 @@ def check_shared_parameters(optimizers: Sequence[torch.optim.Optimizer], names: 
 
     Args:
         names: id of each model parameter -> its names.
-
-    Raises:
-        ConfigurationError: if two optimizers hold the same parameter.
     """
     seen: set[int] = set()
     for optim in optimizers:
@@ -194,9 +187,6 @@ def check_memory(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) 
 
     Plain updates reach both. `boost` gives each memory of its own, and two parameters in one memory have gradients and
     optimizer states of their own, so that tying them would not be the same either.
-
-    Raises:
-        ConfigurationError: if there are such tensors.
     """
     held = {id(param) for optim in optimizers for group in optim.param_groups for param in group["params"]}
     in_storage: dict[UntypedStorage, list[tuple[str, Tensor]]] = {}  # by address, all meta tensors would be in one
@@ -283,9 +273,6 @@ def check_optimizer(optim: torch.optim.Optimizer, names: Mapping[int, Sequence[s
 
     Args:
         names: id of each model parameter -> its names.
-
-    Raises:
-        ConfigurationError: if the optimizer holds parameters that are not in the model.
     """
     for group in optim.param_groups:
         if any(id(param) not in names for param in group["params"]):

@@ -85,11 +85,7 @@ def _mean(loss: Any, group: ProcessGroup) -> Any:
 
 
 def check_closure(loss_scale: LossScale, nonfinite: str) -> None:
-    """Refuse a closure if the step may have to be skipped: the optimizer may have changed weights before.
-
-    Raises:
-        ConfigurationError: if gradients that are not finite skip a step.
-    """
+    """Refuse a closure if the step may have to be skipped: the optimizer may have changed weights before."""
     reason = "precision='fp16'" if loss_scale.watches_overflow else "nonfinite='skip'" if nonfinite == "skip" else None
     if reason is not None:
         raise ConfigurationError(
@@ -99,11 +95,7 @@ def check_closure(loss_scale: LossScale, nonfinite: str) -> None:
 
 
 def refuse_average(name: str | None) -> None:
-    """Refuse to train on, save or load training states while the parameters have the values of an average.
-
-    Raises:
-        ConfigurationError: if an average is applied.
-    """
+    """Refuse to train on, save or load training states while the parameters have the values of an average."""
     if name is not None:
         raise ConfigurationError(
             f"the parameters have the values of the average {name!r} now; leave `with ema.applied():` before "
@@ -336,11 +328,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         return None if self._norm is None else float(self._norm)
 
     def refuse_accumulated(self) -> None:
-        """Refuse to move a training state between accumulated passes, since gradients are no part of it.
-
-        Raises:
-            ConfigurationError: a pass has left gradients since the last `step` of the model's optimizers.
-        """
+        """Refuse to move a training state between accumulated passes, since gradients are no part of it."""
         if self._accumulates:
             raise ConfigurationError(
                 "the gradients since the last optimizer.step() are no part of a training state, and would be lost; "
@@ -362,8 +350,6 @@ class HybridParallelOptimizer(GuardedOptimizer):
             What the user's optimizer returns: the closure's loss, if it evaluates one, as a mean over replicas.
 
         Raises:
-            ConfigurationError: there are no gradients, a closure was given where steps may be skipped, or it is called
-                inside of `no_sync`.
             NonFiniteError: gradients are nan or inf; raised on all ranks, before the optimizer reads them.
         """
         refuse_average(self.applied_average)
@@ -503,11 +489,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self._held_scale = scale
 
     def refuse_missed_pass(self) -> None:
-        """Refuse a step, or the evaluation of a closure, whose pass has left no gradients.
-
-        Raises:
-            ConfigurationError: if `execute_pipeline` was not given the optimizer.
-        """
+        """Refuse a step, or the evaluation of a closure, whose pass has left no gradients."""
         missed, self.has_missed_pass = self.has_missed_pass, False
         awaited, self._awaits_step = self._awaits_step, False
         if missed and not awaited:

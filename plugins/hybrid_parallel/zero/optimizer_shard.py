@@ -114,11 +114,7 @@ class OptimizerShard:
 
 
 def take_back(param: nn.Parameter, place: Tensor) -> None:
-    """Move a parameter whose `data` was replaced back to its place in flat memory.
-
-    Raises:
-        ConfigurationError: if it now has another shape or dtype.
-    """
+    """Move a parameter whose `data` was replaced back to its place in flat memory."""
     if param.dtype != place.dtype or param.numel() != place.numel():
         raise ConfigurationError(
             f"a parameter became a {tuple(param.shape)} of {param.dtype} after boost(), where its optimizer knows "

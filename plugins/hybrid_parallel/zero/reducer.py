@@ -88,7 +88,6 @@ class GradientHooks:
     Args:
         hooks: local parameter -> its hooks, as `take_hooks` returned them.
         names: local parameter -> its name, in the same order on every rank.
-        mesh: the grid of ranks.
         loss_scale: the scale of the gradients.
         seed: for random numbers drawn in hooks; the same on every rank, because ranks keep shards of one gradient.
     """
@@ -116,9 +115,6 @@ class GradientHooks:
         Args:
             buckets: buckets with reduced gradients.
             used: for each bucket, the indices of parameters that have a gradient.
-
-        Raises:
-            ConfigurationError: if a hook returned a tensor of another shape.
         """
         # By name: tensor-parallel ranks sort their parameters into different buckets.
         for name, param, local, (bucket, index) in sorted(self._reduced(buckets, used), key=lambda item: item[0]):
@@ -163,11 +159,7 @@ def hooked_names(model: nn.Module) -> list[str]:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Refuse hooks that read gradients before these are complete.
-
-    Raises:
-        ConfigurationError: if `register_post_accumulate_grad_hook` was called on a parameter.
-    """
+    """Refuse hooks that read gradients before these are complete."""
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             raise ConfigurationError(

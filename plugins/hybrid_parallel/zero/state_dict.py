@@ -179,11 +179,7 @@ class UserGroups:
         self._groups[index]["params"] += places
 
     def refuse_strangers(self) -> None:
-        """Refuse parameters that were added to a group after `boost`: they would have no gradients here.
-
-        Raises:
-            ConfigurationError: if there is one.
-        """
+        """Refuse parameters that were added to a group after `boost`: they would have no gradients here."""
         if any(param not in self._held for group in self._groups for param in group["params"]):
             raise ConfigurationError(
                 "optimizer.param_groups holds a parameter that was added after boost(); add it to the optimizer "

@@ -33,7 +33,6 @@ def step_in_parts(
     """Step on one part after the other.
 
     Args:
-        optim: the user's optimizer.
         parts: parameters of its groups, each in one part.
         step: its step.
         after: called with the index of each part whose step is done.
@@ -126,7 +125,6 @@ class Stepper:
     its middle, so it runs on all parameters at once.
 
     Args:
-        optim: the user's optimizer.
         memory: where its states are.
     """
 

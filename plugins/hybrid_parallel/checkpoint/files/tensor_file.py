@@ -70,7 +70,6 @@ class TensorFileWriter:
         metadata: strings for the header of the file.
 
     Raises:
-        ValueError: a dtype is not supported by the format, a name is reserved, or the header is too large.
         OSError: the file cannot be created.
     """
 
@@ -104,7 +103,6 @@ class TensorFileWriter:
             `plugins.hybrid_parallel.distributed.checksum.checksum` of the tensor.
 
         Raises:
-            ValueError: the dtype or shape differs from the announced one, or the tensor was already written.
             OSError: the disk is full or has failed.
         """
         announced = self._entries.get(name)
@@ -127,7 +125,6 @@ class TensorFileWriter:
         """Sync the file to disk and close it.
 
         Raises:
-            ValueError: an announced tensor was not written.
             OSError: the disk is full or has failed.
         """
         try:

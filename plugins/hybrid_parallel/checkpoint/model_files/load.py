@@ -32,13 +32,9 @@ def load_model_files(model: HybridParallelModel, directory: Path, strict: bool, 
     """Read the slices of each local tensor from a directory.
 
     Args:
-        model: the boosted model.
         directory: Hugging Face directory.
         strict: raise if the directory lacks tensors or has unexpected ones.
         allow_bin: read `.bin` files if there are no safetensors files.
-
-    Raises:
-        ConfigurationError: files are missing or damaged, shapes differ, or, if `strict`, names differ.
     """
     inside = model_inside(model.unwrap())
     is_whole = inside is model.unwrap()  # only peft's own files use its parameter names

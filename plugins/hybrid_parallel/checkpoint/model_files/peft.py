@@ -45,11 +45,7 @@ def has_adapters(module: nn.Module) -> bool:
 
 
 def refuse_bare_adapters(module: nn.Module) -> None:
-    """Refuse adapters without a peft wrapper, as made by transformers' `add_adapter`: they have no file format here.
-
-    Raises:
-        ConfigurationError: the module has such adapters.
-    """
+    """Refuse adapters without a peft wrapper, as made by transformers' `add_adapter`: they have no file format here."""
     if adapter_configs(module):
         raise ConfigurationError(
             f"the adapters of this {type(module).__name__} were made by model.add_adapter, which save_model and "
@@ -63,8 +59,6 @@ def save_adapter_files(
     """Write all adapters, one at a time; global rank 0 gathers and writes them.
 
     Args:
-        model: the boosted model.
-        mesh: mesh of ranks.
         directory: output directory.
         dtype: dtype of floating-point weights in the files; None for their own.
 
@@ -94,7 +88,6 @@ def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool
     """Read all adapters of the model; each rank reads its own slices.
 
     Args:
-        model: the boosted model.
         directory: directory written by `save_model` or by peft's `save_pretrained`.
         strict: raise if tensor names differ.
 
@@ -177,14 +170,7 @@ def adapter_items(model: HybridParallelModel, dtype: torch.dtype | None) -> Iter
 
 
 class MergedAdapters:
-    """The weights of the base model with the products of LoRA added, as peft's `merge_and_unload` adds them.
-
-    Args:
-        model: the boosted model.
-
-    Raises:
-        ConfigurationError: an adapter cannot be added to what this rank has of the weights.
-    """
+    """The weights of the base model with the products of LoRA added, as peft's `merge_and_unload` adds them."""
 
     def __init__(self, model: HybridParallelModel) -> None:
         self._model = model

@@ -81,7 +81,6 @@ def publish(
     """Rename complete files to their final names, the index and then the configuration last; then remove old weights.
 
     Args:
-        model: the boosted model.
         directory: directory that holds the partial files.
         weight_map: tensor name -> name of its file.
         size: size of all tensors in bytes.
@@ -159,8 +158,6 @@ def save_model_files(
     sees a partial save. Files of an earlier save stay unchanged until all new files are complete.
 
     Args:
-        model: the boosted model.
-        mesh: mesh of ranks.
         directory: output directory.
         size_per_shard: maximum size of one file, such as "5GB".
         dtype: dtype of floating-point weights in the files; None for their own.
@@ -250,9 +247,7 @@ def _write(
     """Gather and write the items of a stage's files; the first rank of each group writes its share of the files.
 
     Args:
-        model: the boosted model.
         files: (path, items) of each file of this stage.
-        mesh: mesh of ranks.
         dtype: dtype of floating-point tensors in the files; None for their own.
         rounds: number of error checks, the same on all ranks.
 
@@ -313,9 +308,7 @@ class _Gathering:
     """Starts the gathers of items on the ranks that have parts of them.
 
     Args:
-        model: the boosted model.
         dtype: dtype of floating-point tensors in the files; None for their own.
-        mesh: mesh of ranks.
     """
 
     def __init__(self, model: HybridParallelModel, dtype: torch.dtype | None, mesh: HybridMesh) -> None:
@@ -400,11 +393,7 @@ class _Output:
 
 
 def _bytes(size: str) -> int:
-    """Convert a size such as "5GB" to bytes.
-
-    Raises:
-        ConfigurationError: the string is not a size.
-    """
+    """Convert a size such as "5GB" to bytes."""
     number, unit = (size[:-2].strip(), size[-2:].upper()) if isinstance(size, str) else ("", "")
     if unit not in _UNITS or not number.replace(".", "", 1).isdigit():
         raise ConfigurationError(f"size_per_shard={size!r} is not a size; use for example '5GB' or '500MB'")

@@ -62,8 +62,6 @@ class WeightStream:
     """Iterates over (name, whole tensor) of all stages; every rank iterates.
 
     Args:
-        model: the boosted model.
-        mesh: mesh of ranks.
         dtype: dtype of floating-point tensors; None for their own.
         size: bytes of memory beyond the model; a tensor larger than its quarter comes alone.
         to_rank: the rank that gets the tensors; None for all.

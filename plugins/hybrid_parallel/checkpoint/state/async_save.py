@@ -41,11 +41,7 @@ class BackgroundWriter:
         return self._last
 
     def finish(self) -> None:
-        """Wait for the save in progress, if any.
-
-        Raises:
-            ConfigurationError: the save failed; raised only once, here or by `wait`.
-        """
+        """Wait for the save in progress, if any."""
         last, self._last = self._last, None
         if last is None or last.has_raised:
             return

@@ -48,7 +48,6 @@ class PendingSave:
         sequence: sequence number of the checkpoint.
 
     Raises:
-        ConfigurationError: the path is unusable, or another run is saving to it.
         OSError: the directory cannot be created.
     """
 

@@ -66,7 +66,6 @@ class GlobalTensor:
         """Wrap a range of the flattened local shard of a `spec`.
 
         Args:
-            spec: sharding of the tensor.
             values: elements of the range, in any shape.
             start, stop: the range; the whole shard by default.
         """
@@ -155,7 +154,6 @@ def local_tensors(model: HybridParallelModel, unique: bool) -> Iterator[tuple[li
     """Yield (names, tensor) for each local parameter and persistent buffer, once each, with all of its names.
 
     Args:
-        model: the boosted model.
         unique: skip tensors that another stage saves.
     """
     module = model.unwrap()

@@ -103,11 +103,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read and check a manifest file.
-
-        Raises:
-            ConfigurationError: the file is missing, damaged, or of an unknown version.
-        """
+        """Read and check a manifest file."""
         if not path.is_file():
             raise ConfigurationError(
                 f"{path.parent} has no {path.name}: it is no checkpoint, or its save did not finish; "
@@ -141,11 +137,7 @@ class Manifest:
         )
 
     def check_sizes(self, directory: Path) -> None:
-        """Check that all files exist and have the right sizes.
-
-        Raises:
-            ConfigurationError: a file is missing or truncated.
-        """
+        """Check that all files exist and have the right sizes."""
         for name in self.files:
             self._check_size(directory / name)
 

@@ -23,8 +23,6 @@ def buffers_of_earlier_stages(model: HybridParallelModel, mesh: HybridMesh, grou
     """Return names of persistent buffers that an earlier stage has too: every stage has the buffers of the root model.
 
     Args:
-        model: the boosted model.
-        mesh: mesh of ranks.
         group: group of all ranks.
     """
     if mesh.size("pp") == 1:
@@ -38,8 +36,6 @@ def model_tensors(model: HybridParallelModel, mesh: HybridMesh, elsewhere: Colle
     """Return what this rank writes: one copy of each tensor over all ranks, distributed over data-parallel replicas.
 
     Args:
-        model: the boosted model.
-        mesh: mesh of ranks.
         elsewhere: buffers that another stage writes.
     """
     owned = [

@@ -101,12 +101,7 @@ def merge_numbers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_fits(optimizer: HybridParallelOptimizer, saved: Mapping[str, Any] | None) -> None:
-    """Check that a saved state belongs to this kind of optimizer, before anything is changed.
-
-    Raises:
-        ConfigurationError: the checkpoint has no optimizer, or one of another class, or with other groups, members of
-            groups, options or ties.
-    """
+    """Check that a saved state belongs to this kind of optimizer, before anything is changed."""
     if saved is None:
         raise ConfigurationError("the checkpoint was saved without an optimizer; load it without one")
     own = type(optimizer.unwrap()).__name__
@@ -135,14 +130,10 @@ class OptimizerLoad:
     """Optimizer states that are being loaded: tensors to read, then to apply.
 
     Args:
-        optimizer: the boosted optimizer.
         manifest: manifest of the checkpoint.
 
     Attributes:
         tensors: tensors to read from the checkpoint.
-
-    Raises:
-        ConfigurationError: the saved state of a parameter has another shape.
     """
 
     def __init__(self, optimizer: HybridParallelOptimizer, manifest: Manifest) -> None:

@@ -108,11 +108,7 @@ def publish(piece: Piece, directory: Path, header: bytes) -> None:
 
 
 def read_header(piece: Piece, directory: Path) -> dict[str, Any]:
-    """Return the description of a piece.
-
-    Raises:
-        ConfigurationError: it is damaged, or of another version of this package.
-    """
+    """Return the description of a piece."""
     try:
         header = read_json_object(piece.header_in(directory))
     except ValueError as error:
@@ -234,9 +230,6 @@ def keep_global_batch(loader: Any, saved: dict[str, Any] | None) -> None:
 
     A script that gives each replica a constant number of samples has other global batches under another number of
     replicas.
-
-    Raises:
-        ConfigurationError: the replicas cannot share the global batch, or the loader's batches cannot be changed.
     """
     if saved is None or not isinstance(loader, ShardedDataLoader) or loader.batch_size is None:
         return

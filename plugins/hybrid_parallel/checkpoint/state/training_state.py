@@ -155,13 +155,9 @@ def take_snapshot(
     """Take a snapshot of the current state; its tensors are views of the live training tensors.
 
     Args:
-        mesh: mesh of ranks.
         objects: objects to save, by kind.
         extra: additional values of the user.
         elsewhere: model buffers that another stage writes.
-
-    Raises:
-        ConfigurationError: gradients are accumulated, or an extra or a state of the user's objects cannot be kept.
     """
     model, optimizer = objects.get("model"), objects.get("optimizer")
     if optimizer is not None:
