@@ -23,19 +23,12 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report.
+    """A part of the report."""
 
-    Attributes:
-        key: its key in JSON.
-        title: its title in text.
-        rows: name -> text.
-        values: its value in JSON; None for the rows.
-    """
-
-    key: str
-    title: str
-    rows: dict[str, str]
-    values: Any = None
+    key: str  # its key in JSON
+    title: str  # its title in text
+    rows: dict[str, str]  # name -> text
+    values: Any = None  # its value in JSON; None for the rows
 
 
 def main(arguments: list[str]) -> int:

@@ -38,17 +38,11 @@ _LAST = ""  # ends the names of a request
 
 @dataclass(frozen=True)
 class RankRequest:
-    """What a forked process is to run.
+    """What a forked process is to run."""
 
-    Attributes:
-        environment: all its environment variables.
-        argv: the script, or a module's name, and its arguments.
-        is_module: whether `argv` begins with the name of a module.
-    """
-
-    environment: dict[str, str]
-    argv: list[str]
-    is_module: bool
+    environment: dict[str, str]  # all its environment variables
+    argv: list[str]  # the script, or a module's name, and its arguments
+    is_module: bool  # whether `argv` begins with the name of a module
 
     def run(self) -> None:
         """Run the script as `python SCRIPT` would."""

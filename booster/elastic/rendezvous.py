@@ -26,52 +26,31 @@ RUN, STOP, END = "run", "stop", "end"
 
 @dataclass(frozen=True)
 class Report(Message):
-    """State of an agent.
+    """State of an agent."""
 
-    Attributes:
-        beat: grows with each report.
-        host: name of the machine, for people.
-        places: number of ranks that it can start now.
-        all_places: the same, with places whose rank has died a short time ago.
-        state: "idle", "running", "failed" (a rank has), "left" (all ranks have, at a step boundary) or "done".
-        round: round that the state is about.
-        busy: whether ranks of it still run.
-        ended: [rank, wait status] of its ranks that failed in that round.
-        progress: number of the newest snapshot on the machine.
-        limit: how many ranks at most a rank has asked for in that round.
-    """
-
-    beat: int = 0
-    host: str = ""
-    places: int = 0
-    all_places: int = 0
-    state: str = IDLE
-    round: int = 0
-    busy: bool = False
-    ended: list[list[int]] = field(default_factory=list)
-    progress: int = 0
-    limit: int | None = None
+    beat: int = 0  # grows with each report
+    host: str = ""  # name of the machine, for people
+    places: int = 0  # number of ranks that it can start now
+    all_places: int = 0  # the same, with places whose rank has died a short time ago
+    state: str = IDLE  # "idle", "running", "failed" (a rank has), "left" (all ranks have, at a step boundary) or "done"
+    round: int = 0  # round that the state is about
+    busy: bool = False  # whether ranks of it still run
+    ended: list[list[int]] = field(default_factory=list)  # [rank, wait status] of its ranks that failed in that round
+    progress: int = 0  # number of the newest snapshot on the machine
+    limit: int | None = None  # how many ranks at most a rank has asked for in that round
 
 
 @dataclass(frozen=True)
 class Decision(Message):
-    """What the leader wants all agents to do.
+    """What the leader wants all agents to do."""
 
-    Attributes:
-        round: number of the round, from 1; 0 before the first.
-        order: "run" the round, "stop" its ranks, or "end" the job.
-        members: [agent, first rank, number of ranks] of each machine of the round.
-        leaves: whether the round is to end at its next step boundary, because others want to join.
-        code: exit code of the job that ends.
-        message: why it ends; "" if the ranks have said it, or it was a success.
-    """
-
-    round: int = 0
-    order: str = STOP
+    round: int = 0  # number of the round, from 1; 0 before the first
+    order: str = STOP  # "run" the round, "stop" its ranks, or "end" the job
+    # [agent, first rank, number of ranks] of each machine of the round
     members: list[list[int]] = field(default_factory=list)
-    leaves: bool = False
-    code: int = 0
-    message: str = ""
+    leaves: bool = False  # whether the round is to end at its next step boundary, because others want to join
+    code: int = 0  # exit code of the job that ends
+    message: str = ""  # why it ends; "" if the ranks have said it, or it was a success
 
     @property
     def world_size(self) -> int:

@@ -110,29 +110,18 @@ _OF_TRAINING = "mesh_"  # begins the descriptions of the groups that only traini
 
 @dataclass
 class GroupRecord:
-    """Operations that a rank has issued on one group.
+    """Operations that a rank has issued on one group."""
 
-    Attributes:
-        name: name of the group; empty if it has none.
-        ranks: members of the group.
-        issued: number of operations.
-        only_collectives: whether this number counts only collectives, which are the same on all members.
-        operations: (sequence number, name and shapes) of the latest collectives.
-        role: equal for corresponding groups on other ranks, such as the groups of one mesh axis.
-        is_comparable: whether the training thread alone is known to issue its operations.
-        pending: sequence number of the oldest incomplete collective; None if all are complete.
-        message: the oldest incomplete point-to-point operation of NCCL; empty if there is none.
-    """
-
-    name: str
-    ranks: list[int]
-    issued: int
-    role: str = ""
-    only_collectives: bool = False
+    name: str  # name of the group; empty if it has none
+    ranks: list[int]  # members of the group
+    issued: int  # number of operations
+    role: str = ""  # equal for corresponding groups on other ranks, such as the groups of one mesh axis
+    only_collectives: bool = False  # whether this number counts only collectives, which are the same on all members
+    # (sequence number, name and shapes) of the latest collectives
     operations: list[tuple[int, str]] = field(default_factory=list)
-    is_comparable: bool = False
-    pending: int | None = None
-    message: str = ""
+    is_comparable: bool = False  # whether the training thread alone is known to issue its operations
+    pending: int | None = None  # sequence number of the oldest incomplete collective; None if all are complete
+    message: str = ""  # the oldest incomplete point-to-point operation of NCCL; empty if there is none
 
     def add(self, operations: list[RecordedOperation]) -> None:
         """Add the recorded operations of this group on one backend, oldest first."""
@@ -225,17 +214,11 @@ class CollectiveCounts:
 
 @dataclass(frozen=True)
 class _Counter:
-    """Counter of the operations of a group on one backend.
+    """Counter of the operations of a group on one backend."""
 
-    Attributes:
-        key: the same on all members of the group.
-        backend: name of the backend.
-        device: device type whose tensors it takes; empty if the group has no other backend.
-    """
-
-    key: str
-    backend: str
-    device: str = ""
+    key: str  # the same on all members of the group
+    backend: str  # name of the backend
+    device: str = ""  # device type whose tensors it takes; empty if the group has no other backend
 
     @staticmethod
     def of(group: ProcessGroup) -> list[_Counter]:

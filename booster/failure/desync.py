@@ -35,17 +35,11 @@ _INQUIRY, _LEADER, _BLOCKED, _PROBE = "inquiry", "leader", "blocked", "probe"
 
 @dataclass(frozen=True)
 class DesyncReport:
-    """Result of an inquiry into a failed exchange.
+    """Result of an inquiry into a failed exchange."""
 
-    Attributes:
-        mismatch: the failure, if the ranks called different collectives.
-        silent: ranks that did not answer.
-        where: description of where the other ranks are.
-    """
-
-    mismatch: Failure | None = None
-    silent: tuple[int, ...] = ()
-    where: str = ""
+    mismatch: Failure | None = None  # the failure, if the ranks called different collectives
+    silent: tuple[int, ...] = ()  # ranks that did not answer
+    where: str = ""  # description of where the other ranks are
 
 
 class DesyncDetector:

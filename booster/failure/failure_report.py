@@ -44,23 +44,14 @@ _TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Failure:
-    """First failure of a job, as exchanged between ranks.
+    """First failure of a job, as exchanged between ranks."""
 
-    Attributes:
-        rank: rank that failed.
-        operation: operation that this rank was in.
-        kind: class name of the exception; empty if other ranks detected the failure.
-        message: message in one line.
-        is_users: whether it is a mistake in the user's script, or Ctrl-C, where a traceback would not help.
-        exit_code: exit code of the ranks that end because of it.
-    """
-
-    rank: int
-    operation: str
-    kind: str
-    message: str
-    is_users: bool
-    exit_code: int
+    rank: int  # rank that failed
+    operation: str  # operation that this rank was in
+    kind: str  # class name of the exception; empty if other ranks detected the failure
+    message: str  # message in one line
+    is_users: bool  # whether it is a mistake in the user's script, or Ctrl-C, where a traceback would not help
+    exit_code: int  # exit code of the ranks that end because of it
 
     @classmethod
     def of(cls, error: BaseException, operation: str, rank: int) -> Failure:

@@ -214,19 +214,12 @@ class MainThreadProbe:
 
 @dataclass(frozen=True)
 class Activity:
-    """Activity of this process's threads up to a point in time.
+    """Activity of this process's threads up to a point in time."""
 
-    Attributes:
-        at: the point in time.
-        slices: number of time slices of the main thread and of each gloo worker.
-        cpu: CPU seconds of all threads except the failure monitor's.
-        groups: number of gloo network threads, which receive data from other ranks.
-    """
-
-    at: float
-    slices: tuple[str, ...]
-    cpu: float
-    groups: int
+    at: float  # the point in time
+    slices: tuple[str, ...]  # number of time slices of the main thread and of each gloo worker
+    cpu: float  # CPU seconds of all threads except the failure monitor's
+    groups: int  # number of gloo network threads, which receive data from other ranks
 
     @classmethod
     def now(cls, own_threads: set[int]) -> Activity | None:

@@ -21,17 +21,11 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace of a rank.
+    """The trace of a rank."""
 
-    Attributes:
-        rank: global rank.
-        events: the events that torch wrote.
-        base_ns: what their times are counted from.
-    """
-
-    rank: int
-    events: list[Event]
-    base_ns: int
+    rank: int  # global rank
+    events: list[Event]  # the events that torch wrote
+    base_ns: int  # what their times are counted from
 
     @classmethod
     def read(cls, rank: int, path: Path) -> RankTrace:

@@ -81,21 +81,14 @@ def _shared(module: nn.Module, mesh: HybridMesh) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ShardContext:
-    """What the shard of a model must know besides its modules.
+    """What the shard of a model must know besides its modules."""
 
-    Attributes:
-        origin: description of the whole model, for saving and loading.
-        tied: the parameters that other stages hold too.
-        stream: the random stream of replicated regions; None on a single rank, which keeps torch's own.
-        pipeline: how a batch is split into micro-batches.
-        units: cuts batches into units under `reproducible=True`.
-    """
-
-    origin: WholeModel
-    tied: Mapping[nn.Parameter, TiedParameter]
+    origin: WholeModel  # description of the whole model, for saving and loading
+    tied: Mapping[nn.Parameter, TiedParameter]  # the parameters that other stages hold too
+    # the random stream of replicated regions; None on a single rank, which keeps torch's own
     stream: SharedStream | None
-    pipeline: PipelineOptions
-    units: Units | None = None
+    pipeline: PipelineOptions  # how a batch is split into micro-batches
+    units: Units | None = None  # cuts batches into units under `reproducible=True`
 
 
 class HybridParallelModel(ModelApi):

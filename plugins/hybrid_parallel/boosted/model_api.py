@@ -35,25 +35,17 @@ from shardformer.utils.module_paths import tied_names
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Description of a model before it was sharded.
+    """Description of a model before it was sharded."""
 
-    Attributes:
-        config: its configuration; None if it is not a transformers model.
-        names: names of its parameters and persistent buffers.
-        aliases: name -> the other names of the same (tied) parameter.
-        listed_as: name of a tied parameter -> the name under which `named_parameters` lists it.
-        adapter_names: peft adapter -> names of its tensors here -> names in its file.
-        sizes: (only trainable, without embeddings) -> number of parameters.
-        modules: the whole model without values; the reason where it has none.
-    """
-
-    config: Any
-    names: frozenset[str]
-    aliases: Mapping[str, tuple[str, ...]]
-    listed_as: Mapping[str, str]
+    config: Any  # its configuration; None if it is not a transformers model
+    names: frozenset[str]  # names of its parameters and persistent buffers
+    aliases: Mapping[str, tuple[str, ...]]  # name -> the other names of the same (tied) parameter
+    listed_as: Mapping[str, str]  # name of a tied parameter -> the name under which `named_parameters` lists it
+    # peft adapter -> names of its tensors here -> names in its file
     adapter_names: Mapping[str, FileNames] = field(default_factory=dict)
+    # (only trainable, without embeddings) -> number of parameters
     sizes: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
-    modules: nn.Module | str = "it was not boosted"
+    modules: nn.Module | str = "it was not boosted"  # the whole model without values; the reason where it has none
 
     @staticmethod
     def of(model: nn.Module) -> WholeModel:

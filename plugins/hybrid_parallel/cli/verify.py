@@ -48,19 +48,12 @@ _DIVIDES = "sequence parallelism: slices of the sequence between the regions tra
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposed plan.
+    """A proposed plan."""
 
-    Attributes:
-        plan: the plan, of which each part trained the tiny model exactly.
-        share: what it divides of the tiny model.
-        pipeline: a sentence about whether the layers can be split into two stages.
-        sequence: a sentence about whether their sequences can be sliced between tensor-parallel regions.
-    """
-
-    plan: ProposedPlan
-    share: ShareCut
-    pipeline: str
-    sequence: str
+    plan: ProposedPlan  # the plan, of which each part trained the tiny model exactly
+    share: ShareCut  # what it divides of the tiny model
+    pipeline: str  # a sentence about whether the layers can be split into two stages
+    sequence: str  # a sentence about whether their sequences can be sliced between tensor-parallel regions
 
     def as_json(self) -> dict[str, Any]:
         """Return the keys that the proposal adds to the document of `booster verify`."""

@@ -19,23 +19,14 @@ from booster.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of media.
+    """A kind of media."""
 
-    Attributes:
-        values: names of its main entry.
-        grid: name of the entry that tells the patches in the main one, [items, 3].
-        sizes: names of entries by which the numbers of tokens of items may differ, [items, ...].
-        others: further entries with a row for each item, or for each patch.
-        number: what `mm_token_type_ids` has at its tokens.
-        token: beginning of the name of its token in configurations.
-    """
-
-    values: tuple[str, ...]
-    grid: str
-    sizes: tuple[str, ...]
-    others: tuple[str, ...]
-    number: int
-    token: str
+    values: tuple[str, ...]  # names of its main entry
+    grid: str  # name of the entry that tells the patches in the main one, [items, 3]
+    sizes: tuple[str, ...]  # names of entries by which the numbers of tokens of items may differ, [items, ...]
+    others: tuple[str, ...]  # further entries with a row for each item, or for each patch
+    number: int  # what `mm_token_type_ids` has at its tokens
+    token: str  # beginning of the name of its token in configurations
 
 
 _KINDS = (
@@ -164,19 +155,12 @@ def parts_of_media(
 
 @dataclass(frozen=True)
 class _Items:
-    """The images, videos or sounds of a batch.
+    """The images, videos or sounds of a batch."""
 
-    Attributes:
-        kind: of these.
-        name: of the main entry.
-        patches: rows of the main entry of each item, [items].
-        sizes: numbers in proportion to the tokens of each item, [items], as far as entries tell.
-    """
-
-    kind: _Kind
-    name: str
-    patches: Tensor
-    sizes: Tensor
+    kind: _Kind  # of these
+    name: str  # of the main entry
+    patches: Tensor  # rows of the main entry of each item, [items]
+    sizes: Tensor  # numbers in proportion to the tokens of each item, [items], as far as entries tell
 
     @property
     def has_patches(self) -> bool:

@@ -321,13 +321,9 @@ def agreed_microbatches(rows: int, count: Callable[[int, int], int], mesh: Hybri
 
 @dataclass(frozen=True)
 class PackedRow:
-    """A row of packed documents.
+    """A row of packed documents."""
 
-    Attributes:
-        borders: where documents start, and the number of tokens of the row.
-    """
-
-    borders: tuple[int, ...]
+    borders: tuple[int, ...]  # where documents start, and the number of tokens of the row
 
     @property
     def num_documents(self) -> int:

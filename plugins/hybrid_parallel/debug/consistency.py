@@ -33,19 +33,12 @@ _STRUCTURE, _NUMBERS, _PARAMETERS = range(3)
 
 @dataclass(frozen=True)
 class _Shared:
-    """State that several ranks must hold identically.
+    """State that several ranks must hold identically."""
 
-    Attributes:
-        kind: position in causal order; of all differences, the smallest kind is reported.
-        name: name for messages, the same on all of these ranks.
-        value: a tensor, or a JSON-serializable value.
-        piece: number of the shard; ranks with another shard of the tensor have another number.
-    """
-
-    kind: int
-    name: str
-    value: Any
-    piece: int = 0
+    kind: int  # position in causal order; of all differences, the smallest kind is reported
+    name: str  # name for messages, the same on all of these ranks
+    value: Any  # a tensor, or a JSON-serializable value
+    piece: int = 0  # number of the shard; ranks with another shard of the tensor have another number
 
     def digest(self) -> list[Any]:
         if isinstance(self.value, Tensor):

@@ -26,31 +26,21 @@ _logger = get_logger(__name__)
 
 @dataclass
 class _Call:
-    """One call of a module.
-
-    Attributes:
-        was_given_finite: whether the gradient of its output was finite; None if none was seen.
-    """
+    """One call of a module."""
 
     module: nn.Module
     title: str
     bad_inputs: list[str] = field(default_factory=list)
-    was_given_finite: bool | None = None
+    was_given_finite: bool | None = None  # whether the gradient of its output was finite; None if none was seen
 
 
 @dataclass
 class _Sighting:
-    """The first non-finite value in one direction of one micro-batch.
+    """The first non-finite value in one direction of one micro-batch."""
 
-    Attributes:
-        clock: its time, as a number of calls; equal on ranks that share a model's tensors.
-        text: description of the value.
-        is_origin: whether it did not come from a bad input.
-    """
-
-    clock: int
-    text: str
-    is_origin: bool
+    clock: int  # its time, as a number of calls; equal on ranks that share a model's tensors
+    text: str  # description of the value
+    is_origin: bool  # whether it did not come from a bad input
 
 
 _Key = tuple[int, int]  # pass, micro-batch

@@ -30,19 +30,12 @@ WEIGHT, INPUT, MODULE, LOSS, BACKWARD, GRADIENT = KINDS = ("weight", "input", "m
 
 @dataclass(frozen=True)
 class Finding:
-    """A non-finite value that a rank has found.
+    """A non-finite value that a rank has found."""
 
-    Attributes:
-        kind: one of `KINDS`.
-        order: position among findings of its kind; the smallest came first.
-        text: description, with the number of bad values.
-        place: description of the rank; empty if the rank does not matter.
-    """
-
-    kind: str
-    order: tuple[int, ...]
-    text: str
-    place: str = ""
+    kind: str  # one of `KINDS`
+    order: tuple[int, ...]  # position among findings of its kind; the smallest came first
+    text: str  # description, with the number of bad values
+    place: str = ""  # description of the rank; empty if the rank does not matter
 
     def __str__(self) -> str:
         return f"{self.text} on {self.place}" if self.place else self.text

@@ -25,17 +25,11 @@ _EXAMPLE = "'cuda:3', 'cpu:2', 'host/cuda:3' or a rank such as 3"
 
 @dataclass(frozen=True)
 class MappedDevice:
-    """A parsed device name.
+    """A parsed device name."""
 
-    Attributes:
-        index: the device's number on its host, or a rank if `kind` is None.
-        kind: "cuda", "cpu" or another.
-        host: the host's name; None if there is only one host.
-    """
-
-    index: int
-    kind: str | None = None
-    host: str | None = None
+    index: int  # the device's number on its host, or a rank if `kind` is None
+    kind: str | None = None  # "cuda", "cpu" or another
+    host: str | None = None  # the host's name; None if there is only one host
 
     @staticmethod
     def of(name: Any) -> MappedDevice | None:

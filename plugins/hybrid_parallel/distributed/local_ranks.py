@@ -41,19 +41,12 @@ class RankFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class RankResult:
-    """Result of a function on one rank.
+    """Result of a function on one rank."""
 
-    Attributes:
-        value: what the function returned.
-        error: type, text and place of the error that it raised, in one line; None if it returned.
-        traceback: the error as Python prints it.
-        is_mistake: whether the error is a `ConfigurationError`, of which `error` is the text alone.
-    """
-
-    value: Any = None
-    error: str | None = None
-    traceback: str = ""
-    is_mistake: bool = False
+    value: Any = None  # what the function returned
+    error: str | None = None  # type, text and place of the error that it raised, in one line; None if it returned
+    traceback: str = ""  # the error as Python prints it
+    is_mistake: bool = False  # whether the error is a `ConfigurationError`, of which `error` is the text alone
 
     @staticmethod
     def of_error(error: BaseException) -> RankResult:

@@ -48,19 +48,12 @@ class LossSource(Enum):
 
 
 class ChosenLoss(NamedTuple):
-    """The loss of one batch.
+    """The loss of one batch."""
 
-    Attributes:
-        source: where it comes from.
-        reason: why the model's forward must compute it, if that is the source.
-        compares: whether the model's loss compares the samples of a batch with each other.
-        criterion: (outputs, batch) -> loss, if that is the source.
-    """
-
-    source: LossSource
-    reason: str | None = None
-    compares: bool = False
-    criterion: Callable[[Any, Any], Any] | None = None
+    source: LossSource  # where it comes from
+    reason: str | None = None  # why the model's forward must compute it, if that is the source
+    compares: bool = False  # whether the model's loss compares the samples of a batch with each other
+    criterion: Callable[[Any, Any], Any] | None = None  # (outputs, batch) -> loss, if that is the source
 
 
 class LossChoice:

@@ -143,28 +143,18 @@ class NoLoss(StepLoss):
 
 
 class TokenLogProbs(NamedTuple):
-    """What a model says of the tokens of a batch, [batch, seq - 1] each; 0 where a token is not scored.
+    """What a model says of the tokens of a batch, [batch, seq - 1] each; 0 where a token is not scored."""
 
-    Attributes:
-        log_probs: log-probability of the next token.
-        entropy: of the prediction of the next token, in nats.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor
+    log_probs: Tensor  # log-probability of the next token
+    entropy: Tensor  # of the prediction of the next token, in nats
 
 
 @dataclass(frozen=True)
 class ScoresAsked:
-    """Which scores of tokens the passes of a model give.
+    """Which scores of tokens the passes of a model give."""
 
-    Attributes:
-        fields: see `shardformer.cross_entropy.vocab_parallel`.
-        temperature: divides the logits.
-    """
-
-    fields: tuple[str, ...] = (LOG_PROBS, ENTROPY)
-    temperature: float = 1.0
+    fields: tuple[str, ...] = (LOG_PROBS, ENTROPY)  # see `shardformer.cross_entropy.vocab_parallel`
+    temperature: float = 1.0  # divides the logits
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:

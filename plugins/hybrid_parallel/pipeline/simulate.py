@@ -29,13 +29,9 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Timeline of a whole step, rank by rank.
+    """Timeline of a whole step, rank by rank."""
 
-    Attributes:
-        ranks: the actions of each rank, in order.
-    """
-
-    ranks: Sequence[Sequence[TimedAction]]
+    ranks: Sequence[Sequence[TimedAction]]  # the actions of each rank, in order
 
     @property
     def length(self) -> float:
@@ -126,17 +122,11 @@ _DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, K
 
 @dataclass(frozen=True)
 class Turn:
-    """One action of a rank, and the receives around it.
-
-    Attributes:
-        action: the action.
-        before_action: actions of this rank for which a receive is posted before this action runs.
-        before_send: the same, after this action was launched and before its result is sent.
-    """
+    """One action of a rank, and the receives around it."""
 
     action: Action
-    before_action: tuple[Action, ...] = ()
-    before_send: tuple[Action, ...] = ()
+    before_action: tuple[Action, ...] = ()  # actions of this rank for which a receive is posted before this action runs
+    before_send: tuple[Action, ...] = ()  # the same, after this action was launched and before its result is sent
 
 
 def order_messages(tables: Sequence[Sequence[Action]]) -> list[list[Turn]]:

@@ -113,40 +113,24 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted cost of a layout.
-
-    Attributes:
-        layout: the layout.
-        memory: memory of the fullest rank.
-        rank: position of that rank on the pipeline axis.
-        seconds: time of a step.
-        model_flops: FLOPs of a step over all ranks: three forward passes, without recomputation.
-    """
+    """Predicted cost of a layout."""
 
     layout: Layout
-    memory: Memory
-    rank: int
-    seconds: Seconds
-    model_flops: float
+    memory: Memory  # memory of the fullest rank
+    rank: int  # position of that rank on the pipeline axis
+    seconds: Seconds  # time of a step
+    model_flops: float  # FLOPs of a step over all ranks: three forward passes, without recomputation
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """Cost of one micro-batch on one stage.
+    """Cost of one micro-batch on one stage."""
 
-    Attributes:
-        cost: the sum over the parts of the stage; peaks are the maximum over the parts.
-        output: bytes that the stage sends to the next one.
-        seconds: time of each kind of pass, including its collectives.
-        largest_layer: bytes that the layer which saves most saves.
-        outside: bytes saved by what is no layer, such as the head.
-    """
-
-    cost: PartCost
-    output: float
-    seconds: Mapping[Kind, float]
-    largest_layer: float = 0.0
-    outside: float = 0.0
+    cost: PartCost  # the sum over the parts of the stage; peaks are the maximum over the parts
+    output: float  # bytes that the stage sends to the next one
+    seconds: Mapping[Kind, float]  # time of each kind of pass, including its collectives
+    largest_layer: float = 0.0  # bytes that the layer which saves most saves
+    outside: float = 0.0  # bytes saved by what is no layer, such as the head
 
     @property
     def saved(self) -> float:

@@ -13,17 +13,11 @@ from plugins.hybrid_parallel.config.zero import CPU
 
 @dataclass(frozen=True)
 class Link:
-    """Link in the alpha-beta model (Hockney): a message of n bytes takes `latency + n / bandwidth`.
+    """Link in the alpha-beta model (Hockney): a message of n bytes takes `latency + n / bandwidth`."""
 
-    Attributes:
-        latency: minimum seconds of a message.
-        bandwidth: bytes per second that one rank sends while it receives as many.
-        rates: kind of collective -> its measured bandwidth, if known.
-    """
-
-    latency: float
-    bandwidth: float
-    rates: Mapping[str, float] = field(default_factory=dict)
+    latency: float  # minimum seconds of a message
+    bandwidth: float  # bytes per second that one rank sends while it receives as many
+    rates: Mapping[str, float] = field(default_factory=dict)  # kind of collective -> its measured bandwidth, if known
 
     def collective(self, kind: str, size: float, ranks: int) -> float:
         """Return the seconds of a collective over a ring (Thakur et al., 2005, for the number of steps).

@@ -19,32 +19,20 @@ DETECT, REFORM = 10.0, 30.0  # seconds: until a failure is noticed; the processe
 
 @dataclass(frozen=True)
 class FailureAssumptions:
-    """What the planner cannot know about failures.
+    """What the planner cannot know about failures."""
 
-    Attributes:
-        device_hours: mean hours between two failures of one device, or of what it needs.
-        storage: bytes per second of the shared file system, for each device.
-        start: seconds until processes have started, connected and warmed up.
-        repair_hours: hours until a machine that failed can be used again.
-    """
-
-    device_hours: float
-    storage: float
-    start: float
-    repair_hours: float
+    device_hours: float  # mean hours between two failures of one device, or of what it needs
+    storage: float  # bytes per second of the shared file system, for each device
+    start: float  # seconds until processes have started, connected and warmed up
+    repair_hours: float  # hours until a machine that failed can be used again
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """The share of time that is training whose result remains, at the speed of all machines; the interval of saves.
+    """The share of time that is training whose result remains, at the speed of all machines; the interval of saves."""
 
-    Attributes:
-        useful: the share, from 0 to 1.
-        interval: seconds of training between checkpoints.
-    """
-
-    useful: float
-    interval: float
+    useful: float  # the share, from 0 to 1
+    interval: float  # seconds of training between checkpoints
 
 
 def goodputs(prediction: Prediction, device: Device, assumed: FailureAssumptions) -> dict[str, Goodput]:

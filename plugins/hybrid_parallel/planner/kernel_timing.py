@@ -37,15 +37,10 @@ class PartTimes:
 
 @dataclass(frozen=True)
 class MeasuredParts:
-    """Measured times for one micro-batch size.
+    """Measured times for one micro-batch size."""
 
-    Attributes:
-        parts: part of the pruned model -> its times.
-        optimizer: seconds after the passes (mainly the update) per trained element.
-    """
-
-    parts: Mapping[Part, PartTimes]
-    optimizer: float
+    parts: Mapping[Part, PartTimes]  # part of the pruned model -> its times
+    optimizer: float  # seconds after the passes (mainly the update) per trained element
 
 
 class PartTimer:

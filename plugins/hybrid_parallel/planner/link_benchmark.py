@@ -28,42 +28,25 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class CollectiveMeasurement:
-    """Measurement of one operation on a large buffer.
+    """Measurement of one operation on a large buffer."""
 
-    Attributes:
-        operation: "all_reduce", "all_gather", "reduce_scatter" or "send".
-        num_bytes: size of the whole buffer.
-        steps: steps of the algorithm, see the module docstring.
-        seconds: median time of the slowest rank.
-        algorithm_bandwidth: buffer bytes per second.
-        bus_bandwidth: bytes that a rank sends per second.
-    """
-
-    operation: str
-    num_bytes: int
-    steps: int
-    seconds: float
-    algorithm_bandwidth: float
-    bus_bandwidth: float
+    operation: str  # "all_reduce", "all_gather", "reduce_scatter" or "send"
+    num_bytes: int  # size of the whole buffer
+    steps: int  # steps of the algorithm, see the module docstring
+    seconds: float  # median time of the slowest rank
+    algorithm_bandwidth: float  # buffer bytes per second
+    bus_bandwidth: float  # bytes that a rank sends per second
 
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """Measurement of the links along one mesh axis.
+    """Measurement of the links along one mesh axis."""
 
-    Attributes:
-        num_ranks: number of ranks on the axis.
-        latency_s: latency of a message of a few bytes; for collectives, of one step of an all-reduce.
-        small_s: time of the whole small operation, a message or an all-reduce.
-        bandwidth_bytes_per_s: bytes that a rank sends per second, in the fastest measurement.
-        collectives: measurements on large buffers.
-    """
-
-    num_ranks: int
-    latency_s: float
-    small_s: float
-    bandwidth_bytes_per_s: float
-    collectives: tuple[CollectiveMeasurement, ...]
+    num_ranks: int  # number of ranks on the axis
+    latency_s: float  # latency of a message of a few bytes; for collectives, of one step of an all-reduce
+    small_s: float  # time of the whole small operation, a message or an all-reduce
+    bandwidth_bytes_per_s: float  # bytes that a rank sends per second, in the fastest measurement
+    collectives: tuple[CollectiveMeasurement, ...]  # measurements on large buffers
 
 
 @dataclass(frozen=True)

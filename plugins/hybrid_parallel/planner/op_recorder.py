@@ -33,23 +33,14 @@ class TooManyOperators(ConfigurationError):
 
 @dataclass(frozen=True)
 class Operator:
-    """Recorded operator: a matmul, attention, or a memory-bound operator.
+    """Recorded operator: a matmul, attention, or a memory-bound operator."""
 
-    Attributes:
-        kind: "matmul", "attention" or "memory".
-        flops: multiplications and additions; 0 for memory-bound operators.
-        bytes: bytes read and written.
-        early: whether it computes gradients during the forward pass.
-        is_causal: whether it is attention that skips the pairs above the diagonal.
-        is_saved: whether recomputation by operators saves its results.
-    """
-
-    kind: str
-    flops: float
-    bytes: float
-    early: bool = False
-    is_causal: bool = False
-    is_saved: bool = False
+    kind: str  # "matmul", "attention" or "memory"
+    flops: float  # multiplications and additions; 0 for memory-bound operators
+    bytes: float  # bytes read and written
+    early: bool = False  # whether it computes gradients during the forward pass
+    is_causal: bool = False  # whether it is attention that skips the pairs above the diagonal
+    is_saved: bool = False  # whether recomputation by operators saves its results
 
 
 @dataclass

@@ -35,35 +35,22 @@ _LEAST_TOKENS = 1024  # of a sample on a rank: with fewer, keys and values take 
 
 @dataclass(frozen=True)
 class Job:
-    """Training job to be planned.
+    """Training job to be planned."""
 
-    Attributes:
-        world_size: number of devices.
-        global_batch: samples of a step, over all replicas.
-        length: tokens of a sample.
-        precision: "fp32", "bf16" or "fp16".
-        largest_tp: maximum tensor-parallel size; None for the number of devices of a node.
-        largest_cp: maximum context-parallel size; None for as many ranks as have 1024 tokens of a sample each.
-        memory: bytes that a rank may use; None for those of the device.
-        packing: the documents of packed rows; None for one document in each sample.
-        quantised: how the frozen base is stored; None if it is not quantised.
-        offload: where layouts may offload to if no other layout fits: "cpu" or a directory; None for nowhere.
-        styles: pairs (pipeline schedule, stages per rank); None for all.
-        zero_stages: ZeRO stages; None for all.
-    """
-
-    world_size: int
-    global_batch: int
-    length: int
-    precision: str
-    largest_tp: int | None = None
+    world_size: int  # number of devices
+    global_batch: int  # samples of a step, over all replicas
+    length: int  # tokens of a sample
+    precision: str  # "fp32", "bf16" or "fp16"
+    largest_tp: int | None = None  # maximum tensor-parallel size; None for the number of devices of a node
+    # maximum context-parallel size; None for as many ranks as have 1024 tokens of a sample each
     largest_cp: int | None = None
-    memory: float | None = None
-    packing: Packing | None = None
-    quantised: QuantisedBase | None = None
+    memory: float | None = None  # bytes that a rank may use; None for those of the device
+    packing: Packing | None = None  # the documents of packed rows; None for one document in each sample
+    quantised: QuantisedBase | None = None  # how the frozen base is stored; None if it is not quantised
+    # where layouts may offload to if no other layout fits: "cpu" or a directory; None for nowhere
     offload: str | None = None
-    styles: tuple[tuple[str, int], ...] | None = None
-    zero_stages: tuple[int, ...] | None = None
+    styles: tuple[tuple[str, int], ...] | None = None  # pairs (pipeline schedule, stages per rank); None for all
+    zero_stages: tuple[int, ...] | None = None  # ZeRO stages; None for all
 
 
 @random_numbers_apart()

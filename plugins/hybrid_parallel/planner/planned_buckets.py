@@ -14,21 +14,13 @@ from plugins.hybrid_parallel.zero.grouping import chunks_of
 
 @dataclass(frozen=True)
 class Held:
-    """Parameter on a rank.
+    """Parameter on a rank."""
 
-    Attributes:
-        param: its local shard.
-        place: position in the model, from its first parameter on.
-        order: index among the parameters that other ranks of the pipeline hold too; -1 if none does.
-        unit: the module that gathers it under ZeRO stage 3; None if it stays whole.
-        is_repeated: whether several modules of this rank hold it, so that its gradient has several summands.
-    """
-
-    param: LocalParameter
-    place: int
-    order: int
-    unit: tuple | None
-    is_repeated: bool
+    param: LocalParameter  # its local shard
+    place: int  # position in the model, from its first parameter on
+    order: int  # index among the parameters that other ranks of the pipeline hold too; -1 if none does
+    unit: tuple | None  # the module that gathers it under ZeRO stage 3; None if it stays whole
+    is_repeated: bool  # whether several modules of this rank hold it, so that its gradient has several summands
 
     def numel(self) -> int:
         """Return the number of local elements."""
@@ -37,19 +29,12 @@ class Held:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Bucket of trained parameters.
+    """Bucket of trained parameters."""
 
-    Attributes:
-        members: its parameters, in the order of the backward pass.
-        starts: the offset of each.
-        size: elements, with the gaps.
-        unit: the module that gathers it; None if its parameters stay whole.
-    """
-
-    members: Sequence[Held]
-    starts: Sequence[int]
-    size: int
-    unit: tuple | None
+    members: Sequence[Held]  # its parameters, in the order of the backward pass
+    starts: Sequence[int]  # the offset of each
+    size: int  # elements, with the gaps
+    unit: tuple | None  # the module that gathers it; None if its parameters stay whole
 
     @property
     def itemsize(self) -> int:
@@ -64,19 +49,12 @@ class PlannedBucket:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of a rank.
+    """Parameters of a rank."""
 
-    Attributes:
-        buckets: those that are trained, in the order in which they are reduced.
-        frozen_whole: bytes of the frozen ones that stay whole.
-        frozen_units: module -> bytes of the frozen ones that it gathers.
-        num_shards: number of ranks that share the optimizer states, and the parameters that are gathered.
-    """
-
-    buckets: Sequence[PlannedBucket]
-    frozen_whole: int
-    frozen_units: Mapping[tuple, int]
-    num_shards: int
+    buckets: Sequence[PlannedBucket]  # those that are trained, in the order in which they are reduced
+    frozen_whole: int  # bytes of the frozen ones that stay whole
+    frozen_units: Mapping[tuple, int]  # module -> bytes of the frozen ones that it gathers
+    num_shards: int  # number of ranks that share the optimizer states, and the parameters that are gathered
 
     @property
     def trained(self) -> int:

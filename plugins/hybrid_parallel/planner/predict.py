@@ -45,19 +45,12 @@ from plugins.hybrid_parallel.planner.stage_map import ModelMap, StageParts
 
 @dataclass(frozen=True)
 class ReplicaSeconds:
-    """Seconds of a step on one rank that passes do not hide.
+    """Seconds of a step on one rank that passes do not hide."""
 
-    Attributes:
-        gathers: all-gathers of parameters before passes.
-        reduction: reduction of gradients, and the all-gather of updated parameters.
-        optimizer: the update.
-        offload: copies between the device and the memory of the machine, or a file.
-    """
-
-    gathers: float
-    reduction: float
-    optimizer: float
-    offload: float
+    gathers: float  # all-gathers of parameters before passes
+    reduction: float  # reduction of gradients, and the all-gather of updated parameters
+    optimizer: float  # the update
+    offload: float  # copies between the device and the memory of the machine, or a file
 
 
 def replica_seconds(
@@ -156,19 +149,12 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class _Placed:
-    """Layout with the inputs of its prediction.
-
-    Attributes:
-        layout: the layout.
-        ranks: for each rank of the pipeline, the indices of its stages.
-        states: what each rank of the pipeline keeps.
-        costs: cost of each stage, for one micro-batch.
-    """
+    """Layout with the inputs of its prediction."""
 
     layout: Layout
-    ranks: Sequence[Sequence[int]]
-    states: Sequence[RankStates]
-    costs: Sequence[StageCost]
+    ranks: Sequence[Sequence[int]]  # for each rank of the pipeline, the indices of its stages
+    states: Sequence[RankStates]  # what each rank of the pipeline keeps
+    costs: Sequence[StageCost]  # cost of each stage, for one micro-batch
 
 
 class Predictor:

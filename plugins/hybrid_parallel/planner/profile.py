@@ -97,23 +97,14 @@ class PartCost:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """Shard that a rank holds of a parameter of the pruned model.
+    """Shard that a rank holds of a parameter of the pruned model."""
 
-    Attributes:
-        size: number of local elements.
-        itemsize: bytes per element in training.
-        trains: whether the parameter gets a gradient.
-        kind: key for bucketing; parameters of different kinds are in different buckets.
-        is_sharded: whether ranks keep a shard of it under ZeRO stage 3.
-        stored: bytes of a quantised weight, with its scales; None for any other.
-    """
-
-    size: int
-    itemsize: int
-    trains: bool
-    kind: tuple
-    is_sharded: bool = False
-    stored: int | None = None
+    size: int  # number of local elements
+    itemsize: int  # bytes per element in training
+    trains: bool  # whether the parameter gets a gradient
+    kind: tuple  # key for bucketing; parameters of different kinds are in different buckets
+    is_sharded: bool = False  # whether ranks keep a shard of it under ZeRO stage 3
+    stored: int | None = None  # bytes of a quantised weight, with its scales; None for any other
 
     @property
     def bytes(self) -> int:
@@ -127,19 +118,13 @@ class LocalParameter:
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs of all parts of a model.
+    """Costs of all parts of a model."""
 
-    Attributes:
-        rows: two micro-batch sizes.
-        costs: cost of each part for these two sizes; for other sizes costs are linear in the micro-batch size.
-        parameters: name in the pruned model -> shard that this rank holds.
-        buffer_bytes: bytes of the buffers of the pruned model.
-    """
-
-    rows: tuple[int, int]
+    rows: tuple[int, int]  # two micro-batch sizes
+    # cost of each part for these two sizes; for other sizes costs are linear in the micro-batch size
     costs: tuple[Mapping[Part, PartCost], Mapping[Part, PartCost]]
-    parameters: Mapping[str, LocalParameter]
-    buffer_bytes: int
+    parameters: Mapping[str, LocalParameter]  # name in the pruned model -> shard that this rank holds
+    buffer_bytes: int  # bytes of the buffers of the pruned model
 
     def at(self, rows: int) -> dict[Part, PartCost]:
         """Return the costs for micro-batches of `rows` samples."""
@@ -149,29 +134,18 @@ class Profile:
 
 @dataclass(frozen=True, eq=False)
 class Profiler:
-    """Profiler of a model under different ways of sharding its layers.
+    """Profiler of a model under different ways of sharding its layers."""
 
-    Attributes:
-        build: builds the whole model; called on the meta device.
-        length: tokens of a sample.
-        device: the device to predict times for.
-        precision: training precision.
-        rows: the two micro-batch sizes that are profiled.
-        measured: measured times of the parts; times of missing cases are derived from the operators.
-        quantised: how the base is stored; None if it is not quantised.
-        quantised_names: the quantised weights, by their names in the pruned model.
-        packing: the documents of packed rows; None for one document in each sample.
-    """
-
-    build: Callable[[], nn.Module]
-    length: int
-    device: Device
-    precision: str
-    rows: tuple[int, int] = (1, 2)
+    build: Callable[[], nn.Module]  # builds the whole model; called on the meta device
+    length: int  # tokens of a sample
+    device: Device  # the device to predict times for
+    precision: str  # training precision
+    rows: tuple[int, int] = (1, 2)  # the two micro-batch sizes that are profiled
+    # measured times of the parts; times of missing cases are derived from the operators
     measured: Mapping[Case, MeasuredParts] = field(default_factory=dict)
-    quantised: QuantisedBase | None = None
-    quantised_names: frozenset[str] = frozenset()
-    packing: Packing | None = None
+    quantised: QuantisedBase | None = None  # how the base is stored; None if it is not quantised
+    quantised_names: frozenset[str] = frozenset()  # the quantised weights, by their names in the pruned model
+    packing: Packing | None = None  # the documents of packed rows; None for one document in each sample
 
     def profile(self, tp_size: int, sequence: bool) -> Profile:
         """Profile tensor-parallel rank 0 of `tp_size`.

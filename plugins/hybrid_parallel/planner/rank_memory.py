@@ -20,20 +20,13 @@ class _Pool:
     """Bytes of the buffers of a `GradBufferPool`, whose pages are in memory once a bucket has written them.
 
     Any bucket may get any buffer that is large enough, so that sooner or later the largest of them has been in it.
-
-    Attributes:
-        sizes: bytes of the gradients of each bucket.
-        unit: minimum bytes of a buffer.
-        free: bytes of the free buffers.
-        taken: bucket -> bytes of its buffer.
-        peak: the most bytes in memory at once.
     """
 
-    sizes: Sequence[int]
-    unit: int
-    free: list[int] = field(default_factory=list)
-    taken: dict[int, int] = field(default_factory=dict)
-    peak: int = 0
+    sizes: Sequence[int]  # bytes of the gradients of each bucket
+    unit: int  # minimum bytes of a buffer
+    free: list[int] = field(default_factory=list)  # bytes of the free buffers
+    taken: dict[int, int] = field(default_factory=dict)  # bucket -> bytes of its buffer
+    peak: int = 0  # the most bytes in memory at once
 
     def take(self, number: int) -> None:
         """Take the smallest buffer that is large enough for a bucket, or a new one."""
@@ -183,19 +176,12 @@ _UNITS_AT_ONCE = {"cpu": 2, "cuda": 3}
 
 @dataclass(frozen=True)
 class RankStates:
-    """What a rank keeps over a step, whatever its micro-batches.
+    """What a rank keeps over a step, whatever its micro-batches."""
 
-    Attributes:
-        held: its parameters, in buckets.
-        static: bytes of parameters, gradients and optimizer states.
-        layout: the layout.
-        device_type: "cpu" or "cuda".
-    """
-
-    held: RankParameters
-    static: StaticMemory
+    held: RankParameters  # its parameters, in buckets
+    static: StaticMemory  # bytes of parameters, gradients and optimizer states
     layout: Layout
-    device_type: str
+    device_type: str  # "cpu" or "cuda"
 
     @cached_property
     def gathered(self) -> int:

@@ -17,28 +17,15 @@ RECOMPUTATIONS = (None, 0.5, "operators", "full")
 
 @dataclass(frozen=True)
 class Space:
-    """Search space of layouts.
+    """Search space of layouts."""
 
-    Attributes:
-        world_size: number of devices.
-        global_batch: samples of a step, over all replicas.
-        precision: precision of parameters and activations.
-        num_layers: number of layers, which limits the number of pipeline stages.
-        largest_tp: maximum tensor-parallel size; usually the number of devices of a node.
-        cp_sizes: context-parallel sizes.
-        styles: pairs (pipeline schedule, stages per rank).
-        rows: micro-batch sizes, in samples.
-        zero_stages: ZeRO stages, of 0 to 3.
-        node_size: number of devices of a node; further layouts share states within nodes alone.
-        place: where layouts offload to, "cpu" or a directory; None for layouts without offload only.
-    """
-
-    world_size: int
-    global_batch: int
-    precision: str
-    num_layers: int
-    largest_tp: int = 8
-    cp_sizes: tuple[int, ...] = (1,)
+    world_size: int  # number of devices
+    global_batch: int  # samples of a step, over all replicas
+    precision: str  # precision of parameters and activations
+    num_layers: int  # number of layers, which limits the number of pipeline stages
+    largest_tp: int = 8  # maximum tensor-parallel size; usually the number of devices of a node
+    cp_sizes: tuple[int, ...] = (1,)  # context-parallel sizes
+    # pairs (pipeline schedule, stages per rank)
     styles: tuple[tuple[str, int], ...] = (
         ("1f1b", 1),
         ("gpipe", 1),
@@ -49,10 +36,10 @@ class Space:
         ("zbv", 2),
         ("dualpipev", 2),
     )
-    rows: tuple[int, ...] = (1, 2, 4, 8, 16)
-    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    node_size: int | None = None
-    place: str | None = None
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16)  # micro-batch sizes, in samples
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages, of 0 to 3
+    node_size: int | None = None  # number of devices of a node; further layouts share states within nodes alone
+    place: str | None = None  # where layouts offload to, "cpu" or a directory; None for layouts without offload only
 
     def layouts(self) -> Iterator[Layout]:
         """Iterate over all layouts without offload, whether or not they fit into memory."""
@@ -157,30 +144,19 @@ _SIMULATED = 30
 
 @dataclass(frozen=True)
 class Rejection:
-    """Layout that was rejected.
+    """Layout that was rejected."""
 
-    Attributes:
-        layout: name of the layout.
-        reason: why it was rejected, one sentence.
-        memory: memory of its fullest rank if it does not fit into the device, else None.
-    """
-
-    layout: str
-    reason: str
-    memory: Memory | None = None
+    layout: str  # name of the layout
+    reason: str  # why it was rejected, one sentence
+    memory: Memory | None = None  # memory of its fullest rank if it does not fit into the device, else None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        ranked: layouts that fit, fastest first.
-        rejected: layouts that were rejected, with reasons.
-    """
-
-    ranked: Sequence[Prediction]
-    rejected: Sequence[Rejection]
+    ranked: Sequence[Prediction]  # layouts that fit, fastest first
+    rejected: Sequence[Rejection]  # layouts that were rejected, with reasons
 
     @property
     def nearest(self) -> Rejection | None:

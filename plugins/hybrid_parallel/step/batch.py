@@ -56,21 +56,14 @@ class BatchSplit:
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of one call of a model.
-
-    Attributes:
-        model: the boosted model.
-        entries: the arguments of the model's forward, on the device; `position_ids` alone tell of packed documents.
-        on_host: the same entries as they were given.
-        args: positional arguments, which have no names.
-        criterion: the user's loss; None for the model's own.
-    """
+    """The batch of one call of a model."""
 
     model: HybridParallelModel
+    # the arguments of the model's forward, on the device; `position_ids` alone tell of packed documents
     entries: dict[str, Any]
-    on_host: Mapping[str, Any]
-    args: tuple = ()
-    criterion: Callable[[Any, Any], Any] | None = None
+    on_host: Mapping[str, Any]  # the same entries as they were given
+    args: tuple = ()  # positional arguments, which have no names
+    criterion: Callable[[Any, Any], Any] | None = None  # the user's loss; None for the model's own
 
     @staticmethod
     def of(

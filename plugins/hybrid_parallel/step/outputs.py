@@ -131,21 +131,13 @@ def _withheld(reason: str) -> dict[str, str]:
 
 @dataclass
 class OutputGradients:
-    """What the backward pass of a micro-batch starts from: its outputs, and the gradients that the user's loss gives.
+    """What the backward pass of a micro-batch starts from: its outputs, and gradients of the user's loss."""
 
-    Attributes:
-        result: outputs of the micro-batch, with their graph.
-        index: of the micro-batch.
-        num_microbatches: of the batch.
-        lengths: tokens of each micro-batch, if they are parts of one row.
-        grads: (output, position in it) -> gradient for the whole batch.
-    """
-
-    result: Mapping[str, Any]
-    index: int
-    num_microbatches: int
-    lengths: tuple[int, ...] | None
-    grads: Mapping[tuple[str, int], Tensor]
+    result: Mapping[str, Any]  # outputs of the micro-batch, with their graph
+    index: int  # of the micro-batch
+    num_microbatches: int  # of the batch
+    lengths: tuple[int, ...] | None  # tokens of each micro-batch, if they are parts of one row
+    grads: Mapping[tuple[str, int], Tensor]  # (output, position in it) -> gradient for the whole batch
     requires_grad: bool = True
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:

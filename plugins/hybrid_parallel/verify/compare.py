@@ -16,19 +16,13 @@ _LOST = float("inf")
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest relative differences that are tolerated.
+    """Largest relative differences that are tolerated."""
 
-    Attributes:
-        loss: tolerance of a loss.
-        tensor: tolerance of a gradient relative to its largest element, of a weight relative to its change in training.
-        floor: lower limit of a gradient's reference value, relative to the largest element of all gradients.
-        moved_floor: lower limit of a weight's reference value, its change in training.
-    """
-
-    loss: float
+    loss: float  # tolerance of a loss
+    # tolerance of a gradient relative to its largest element, of a weight relative to its change in training
     tensor: float
-    floor: float
-    moved_floor: float = 1e-3
+    floor: float  # lower limit of a gradient's reference value, relative to the largest element of all gradients
+    moved_floor: float = 1e-3  # lower limit of a weight's reference value, its change in training
 
 
 # transformers computes losses and many norms in fp32, whatever the dtype of the model.
@@ -37,38 +31,23 @@ TOLERANCES = {"fp64": Tolerance(1e-6, 1e-5, 1e-5), "fp32": Tolerance(1e-4, 1e-3,
 
 @dataclass(frozen=True)
 class Worst:
-    """Largest relative difference of several tensors.
+    """Largest relative difference of several tensors."""
 
-    Attributes:
-        what: "losses", "gradients of step 1", …
-        value: the relative difference.
-        name: name of the tensor; empty for losses.
-        count: number of values or tensors that were compared.
-    """
-
-    what: str
-    value: float
-    name: str
-    count: int
+    what: str  # "losses", "gradients of step 1", …
+    value: float  # the relative difference
+    name: str  # name of the tensor; empty for losses
+    count: int  # number of values or tensors that were compared
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where the two trainings differ.
+    """The first place where the two trainings differ."""
 
-    Attributes:
-        step: counted from 1.
-        what: "output", "loss", "gradient", "weight", or "failure" if the sharded training fails.
-        name: name of the module or parameter; empty for the loss, and for the model itself.
-        value: relative difference.
-        text: description of the difference.
-    """
-
-    step: int
-    what: str
-    name: str
-    value: float
-    text: str
+    step: int  # counted from 1
+    what: str  # "output", "loss", "gradient", "weight", or "failure" if the sharded training fails
+    name: str  # name of the module or parameter; empty for the loss, and for the model itself
+    value: float  # relative difference
+    text: str  # description of the difference
 
 
 @dataclass(frozen=True)

@@ -118,15 +118,10 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Subject whose copies all come from one model, which is built once.
+    """Subject whose copies all come from one model, which is built once."""
 
-    Attributes:
-        built: the model.
-        batches: makes a batch of a model, a step and a number of samples.
-    """
-
-    built: nn.Module
-    batches: Callable[[nn.Module, int, int], dict[str, Any]]
+    built: nn.Module  # the model
+    batches: Callable[[nn.Module, int, int], dict[str, Any]]  # makes a batch of a model, a step and a number of samples
 
     @property
     def name(self) -> str:

@@ -24,19 +24,12 @@ _FLOOR = 1e-6  # lower limit of the scale that a difference is relative to
 
 @dataclass
 class Output:
-    """First tensor that one call of a module returned on this rank.
+    """First tensor that one call of a module returned on this rank."""
 
-    Attributes:
-        name: name of the module.
-        kind: name of its class.
-        spec: sharding of the module's weight; None if it is not sharded.
-        parts: index of the micro-batch -> values.
-    """
-
-    name: str
-    kind: str
-    spec: ShardSpec | None
-    parts: dict[int, numpy.ndarray] = field(default_factory=dict)
+    name: str  # name of the module
+    kind: str  # name of its class
+    spec: ShardSpec | None  # sharding of the module's weight; None if it is not sharded
+    parts: dict[int, numpy.ndarray] = field(default_factory=dict)  # index of the micro-batch -> values
 
 
 class OutputLog:

@@ -91,17 +91,11 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class OwnModel:
-    """User's model and batch, from which every process builds identical copies.
+    """User's model and batch, from which every process builds identical copies."""
 
-    Attributes:
-        model_fn: builds the model.
-        given: the global batch of every step.
-        dtype: dtype of the weights and of floating-point tensors in the batch.
-    """
-
-    model_fn: Callable[[], nn.Module]
-    given: Mapping[str, Any]
-    dtype: torch.dtype
+    model_fn: Callable[[], nn.Module]  # builds the model
+    given: Mapping[str, Any]  # the global batch of every step
+    dtype: torch.dtype  # dtype of the weights and of floating-point tensors in the batch
 
     @property
     def name(self) -> str:
@@ -129,17 +123,11 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a verification; `str` formats it as text.
+    """Result of a verification; `str` formats it as text."""
 
-    Attributes:
-        title: the model and its layout.
-        precision: precision of both trainings.
-        verdict: verdict of the comparison.
-    """
-
-    title: str
-    precision: str
-    verdict: Verdict
+    title: str  # the model and its layout
+    precision: str  # precision of both trainings
+    verdict: Verdict  # verdict of the comparison
 
     @property
     def equal(self) -> bool:

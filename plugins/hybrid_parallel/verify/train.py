@@ -74,20 +74,13 @@ class VerifyCase:
 
 @dataclass
 class RecordedStep:
-    """Recorded step; gradients and weights are unsharded.
+    """Recorded step; gradients and weights are unsharded."""
 
-    Attributes:
-        loss: loss of the global batch.
-        outputs: outputs of modules, in the order in which the modules returned.
-        gradients: name -> gradient before the optimizer step; the unsharded training lists tied parameters under all
-            of their names.
-        weights: name -> parameter after the optimizer step.
-    """
-
-    loss: float
-    outputs: list[Output]
+    loss: float  # loss of the global batch
+    outputs: list[Output]  # outputs of modules, in the order in which the modules returned
+    # name -> gradient before the optimizer step; the unsharded training lists tied parameters under all of their names
     gradients: Arrays
-    weights: Arrays
+    weights: Arrays  # name -> parameter after the optimizer step
 
 
 @dataclass

@@ -25,21 +25,13 @@ _REASON_LENGTH = 200
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of a verification.
+    """Result of a verification."""
 
-    Attributes:
-        trial: the tiny model and its layout.
-        precision: "fp64" or "fp32".
-        world_size: number of ranks of the sharded training.
-        num_parameters: number of parameters of the tiny model.
-        verdict: verdict of the comparison.
-    """
-
-    trial: VerifyCase
-    precision: str
-    world_size: int
-    num_parameters: int
-    verdict: Verdict
+    trial: VerifyCase  # the tiny model and its layout
+    precision: str  # "fp64" or "fp32"
+    world_size: int  # number of ranks of the sharded training
+    num_parameters: int  # number of parameters of the tiny model
+    verdict: Verdict  # verdict of the comparison
 
 
 def verify(

@@ -28,17 +28,11 @@ Sized = TypeVar("Sized")  # a parameter, or a description of one, with `numel`
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """A parameter that several pipeline stages hold.
+    """A parameter that several pipeline stages hold."""
 
-    Attributes:
-        order: position among the tied parameters, the same on all ranks.
-        group: the stages' ranks, over which its gradient is summed.
-        counted: whether the global norm counts this rank's copy.
-    """
-
-    order: int
-    group: ProcessGroup
-    counted: bool
+    order: int  # position among the tied parameters, the same on all ranks
+    group: ProcessGroup  # the stages' ranks, over which its gradient is summed
+    counted: bool  # whether the global norm counts this rank's copy
 
 
 def build_buckets(

@@ -124,42 +124,27 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class LocalParameters:
-    """The parameters of an optimizer on this rank.
+    """The parameters of an optimizer on this rank."""
 
-    Attributes:
-        names: local parameter -> its Hugging Face name.
-        aliases: name -> the other names of the same (tied) parameter.
-        order: the local parameters as the optimizer held them before, by group; None for those on other stages.
-        frozen: the parameters that have no bucket yet.
-        wholes: the parameters that the optimizer reads whole, although ranks hold parts of them.
-        group_names: names of the parameters of the whole model, by group.
-    """
-
-    names: Mapping[nn.Parameter, str]
-    aliases: Mapping[str, tuple[str, ...]]
+    names: Mapping[nn.Parameter, str]  # local parameter -> its Hugging Face name
+    aliases: Mapping[str, tuple[str, ...]]  # name -> the other names of the same (tied) parameter
+    # the local parameters as the optimizer held them before, by group; None for those on other stages
     order: Sequence[Sequence[nn.Parameter | None]]
-    frozen: FrozenParameters
-    wholes: WholeParameters
-    group_names: Sequence[Sequence[str]] = ()
+    frozen: FrozenParameters  # the parameters that have no bucket yet
+    wholes: WholeParameters  # the parameters that the optimizer reads whole, although ranks hold parts of them
+    group_names: Sequence[Sequence[str]] = ()  # names of the parameters of the whole model, by group
 
 
 @dataclass(frozen=True)
 class ModelContext:
-    """What the optimizers of one model share.
-
-    Attributes:
-        mesh: the grid of ranks.
-        loss_scale: the model's fp16 loss scale, or a constant 1.
-        trace: record of the passes of a step.
-        optimizers: all optimizers of the model, including each one as soon as it is created.
-        gathers: gathers the parameters that ranks shard (ZeRO stage 3).
-    """
+    """What the optimizers of one model share."""
 
     mesh: HybridMesh
-    loss_scale: LossScale
-    trace: StepTrace
+    loss_scale: LossScale  # the model's fp16 loss scale, or a constant 1
+    trace: StepTrace  # record of the passes of a step
+    # all optimizers of the model, including each one as soon as it is created
     optimizers: list[HybridParallelOptimizer]
-    gathers: ParameterGathers
+    gathers: ParameterGathers  # gathers the parameters that ranks shard (ZeRO stage 3)
 
 
 class HybridParallelOptimizer(GuardedOptimizer):

@@ -194,23 +194,14 @@ def is_cut(param: nn.Parameter) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class OwnedParameter:
-    """A whole parameter that this rank's optimizer updates, as code that handles states sees it: like a bucket.
+    """A whole parameter that this rank's optimizer updates, as code that handles states sees it: like a bucket."""
 
-    Attributes:
-        local: the parameter of the model.
-        params: the whole parameter. It has values only during a step.
-        pieces: all of it.
-        group_index: index of the optimizer's parameter group.
-        counted: whether this rank saves its state.
-        has_masters: False: the master weights are those of the buckets.
-    """
-
-    local: nn.Parameter
-    params: Sequence[nn.Parameter]
-    pieces: Sequence[BucketSlice]
-    group_index: int
-    counted: bool
-    has_masters: bool = False
+    local: nn.Parameter  # the parameter of the model
+    params: Sequence[nn.Parameter]  # the whole parameter. It has values only during a step
+    pieces: Sequence[BucketSlice]  # all of it
+    group_index: int  # index of the optimizer's parameter group
+    counted: bool  # whether this rank saves its state
+    has_masters: bool = False  # False: the master weights are those of the buckets
 
 
 @dataclass(frozen=True, eq=False)

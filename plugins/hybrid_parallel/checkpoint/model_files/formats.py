@@ -21,17 +21,11 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Unit:
-    """A group of tensors that are converted together; most groups are one tensor that needs no conversion.
+    """A group of tensors that are converted together; most groups are one tensor that needs no conversion."""
 
-    Attributes:
-        memory: names in memory.
-        file: name in files -> (dtype, shape).
-        keeps_values: the group is a single tensor that is at most renamed.
-    """
-
-    memory: tuple[str, ...]
-    file: Mapping[str, Form]
-    keeps_values: bool
+    memory: tuple[str, ...]  # names in memory
+    file: Mapping[str, Form]  # name in files -> (dtype, shape)
+    keeps_values: bool  # the group is a single tensor that is at most renamed
 
 
 def units_of(model: nn.Module, tensors: Mapping[str, Form]) -> list[Unit]:

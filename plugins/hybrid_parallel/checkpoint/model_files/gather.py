@@ -24,19 +24,12 @@ from shardformer.utils.freed_memory import as_bytes
 
 @dataclass
 class Gather:
-    """A gather in progress of one tensor to the first rank of its group.
+    """A gather in progress of one tensor to the first rank of its group."""
 
-    Attributes:
-        local: shard of this rank.
-        spec: sharding of the tensor.
-        others: on the first rank, the shards of the other ranks, by rank.
-        requests: pending send and receive operations.
-    """
-
-    local: Tensor
-    spec: ShardSpec
-    others: dict[int, Tensor] = field(default_factory=dict)
-    requests: list[Any] = field(default_factory=list)
+    local: Tensor  # shard of this rank
+    spec: ShardSpec  # sharding of the tensor
+    others: dict[int, Tensor] = field(default_factory=dict)  # on the first rank, the shards of the other ranks, by rank
+    requests: list[Any] = field(default_factory=list)  # pending send and receive operations
 
     @staticmethod
     def begin(
@@ -88,22 +81,14 @@ class ReplicaGather:
     """A gather in progress of one parameter, of which replicas keep slices (ZeRO stage 3), to some of its holders.
 
     The slices are first sent to one of the replicas that share it, whose tensor-parallel ranks then gather the tensor.
-
-    Attributes:
-        local: on the ranks of that replica, memory for this rank's shard, flat; None on the others.
-        spec: sharding of the tensor.
-        shape: shape of this rank's shard.
-        group: process group that shards the tensor.
-        sent: this rank's slice, which is in memory until it has arrived.
-        requests: pending send and receive operations.
     """
 
-    local: Tensor | None
-    sent: Tensor
-    spec: ShardSpec
-    shape: torch.Size
-    group: dist.ProcessGroup
-    requests: list[Any]
+    local: Tensor | None  # on the ranks of that replica, memory for this rank's shard, flat; None on the others
+    sent: Tensor  # this rank's slice, which is in memory until it has arrived
+    spec: ShardSpec  # sharding of the tensor
+    shape: torch.Size  # shape of this rank's shard
+    group: dist.ProcessGroup  # process group that shards the tensor
+    requests: list[Any]  # pending send and receive operations
 
     @staticmethod
     def begin(

@@ -133,15 +133,10 @@ _AGREE_EVERY = 2**30  # bytes that a rank writes between two error checks over a
 
 @dataclass(frozen=True)
 class Item:
-    """Tensors that are written together; usually only one.
+    """Tensors that are written together; usually only one."""
 
-    Attributes:
-        tensors: name in memory -> shard of this rank.
-        unit: names and shapes in the file.
-    """
-
-    tensors: Mapping[str, Tensor]
-    unit: Unit
+    tensors: Mapping[str, Tensor]  # name in memory -> shard of this rank
+    unit: Unit  # names and shapes in the file
 
     @property
     def size(self) -> int:
@@ -281,16 +276,11 @@ def _write(
 
 @dataclass(frozen=True)
 class _Turn:
-    """One item, in the order in which all ranks of a stage gather them.
-
-    Attributes:
-        writer: the group of replicas that writes it.
-        checks: number of error checks that come before it.
-    """
+    """One item, in the order in which all ranks of a stage gather them."""
 
     item: Item
-    writer: int
-    checks: int
+    writer: int  # the group of replicas that writes it
+    checks: int  # number of error checks that come before it
 
 
 def _turns(files: Sequence[tuple[Path, Sequence[Item]]], writers: int) -> Iterator[_Turn]:

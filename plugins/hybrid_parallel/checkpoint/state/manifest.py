@@ -64,21 +64,13 @@ class SavedFile:
 
 @dataclass
 class Manifest:
-    """Contents of a checkpoint.
+    """Contents of a checkpoint."""
 
-    Attributes:
-        sequence: number that grows with each save in a folder; the largest is the newest.
-        files: file name -> size and header checksum.
-        tensors: logical name -> tensor.
-        state: everything that is not a tensor, as JSON.
-        checksum: checksum of the text that was read; 0 for a manifest that was not read from a file.
-    """
-
-    sequence: int
-    files: dict[str, SavedFile]
-    tensors: dict[str, SavedTensor]
-    state: dict[str, Any]
-    checksum: int = 0
+    sequence: int  # number that grows with each save in a folder; the largest is the newest
+    files: dict[str, SavedFile]  # file name -> size and header checksum
+    tensors: dict[str, SavedTensor]  # logical name -> tensor
+    state: dict[str, Any]  # everything that is not a tensor, as JSON
+    checksum: int = 0  # checksum of the text that was read; 0 for a manifest that was not read from a file
 
     def to_bytes(self) -> bytes:
         """Return the JSON text, ending in its own checksum."""

@@ -43,19 +43,12 @@ FORMAT = 1
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """Name of a piece.
+    """Name of a piece."""
 
-    Attributes:
-        number: of the snapshot, which grows while a job lasts.
-        round: of the elastic job; 0 without one.
-        world_size: number of ranks, each of which has left a piece.
-        rank: the rank that has left this one.
-    """
-
-    number: int
-    round: int
-    world_size: int
-    rank: int
+    number: int  # of the snapshot, which grows while a job lasts
+    round: int  # of the elastic job; 0 without one
+    world_size: int  # number of ranks, each of which has left a piece
+    rank: int  # the rank that has left this one
 
     @property
     def stem(self) -> str:

@@ -118,17 +118,11 @@ _PLAIN = ("lr_scheduler", "dataloader")  # kinds whose state is in the manifest
 
 @dataclass
 class StateSnapshot:
-    """A training state at one point in time.
+    """A training state at one point in time."""
 
-    Attributes:
-        tensors: tensors that this rank writes.
-        numbers: optimizer numbers of this rank.
-        state: state that is identical on all ranks, as typed JSON; a copy.
-    """
-
-    tensors: dict[str, GlobalTensor]
-    numbers: dict[str, Any]
-    state: dict[str, Any]
+    tensors: dict[str, GlobalTensor]  # tensors that this rank writes
+    numbers: dict[str, Any]  # optimizer numbers of this rank
+    state: dict[str, Any]  # state that is identical on all ranks, as typed JSON; a copy
 
 
 def manifest_of(

@@ -324,17 +324,11 @@ def _name(token: int) -> str:
 
 @dataclass
 class LocalPeers:
-    """One rank's connections in a group whose ranks are all on one machine.
+    """One rank's connections in a group whose ranks are all on one machine."""
 
-    Attributes:
-        memory: this rank's memory, which the other ranks can read.
-        memories: rank of the group -> its memory.
-        lines: sockets to the other ranks.
-    """
-
-    memory: SharedSegment
-    memories: dict[int, PeerSegment]
-    lines: SignalSockets
+    memory: SharedSegment  # this rank's memory, which the other ranks can read
+    memories: dict[int, PeerSegment]  # rank of the group -> its memory
+    lines: SignalSockets  # sockets to the other ranks
 
 
 def open_segments(segment: SharedSegment, group: ProcessGroup) -> dict[int, PeerSegment]:
