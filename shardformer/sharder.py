@@ -22,7 +22,7 @@ from shardformer.policies.base import (
     SubModuleReplacementDescription,
     description_of,
 )
-from shardformer.policies.head_losses import keep_head_losses
+from shardformer.policies.registry import keep_head_losses
 from shardformer.policies.resolve import policy_of
 from shardformer.sequence_parallel.split_gather import SequenceParallel, gather_on_entry
 from shardformer.shard_config import ShardConfig

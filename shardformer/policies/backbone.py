@@ -21,8 +21,7 @@ from torch import nn
 
 from shardformer.attention import log_once
 from shardformer.policies.base import ModulePolicyDescription, Origin, Policy, description_of
-from shardformer.policies.plans.execution_order import units_of
-from shardformer.policies.plans.stage_inference import is_below
+from shardformer.policies.plans.stages import is_below, units_of
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.layout import StageLayout
 from shardformer.stages.placeholders import StageInput

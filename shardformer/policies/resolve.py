@@ -14,7 +14,7 @@ from torch import nn
 
 from shardformer.policies.backbone import BackbonePolicy
 from shardformer.policies.base import Origin, PlanEntry, Policy
-from shardformer.policies.proposed.plan import ProposedPolicy
+from shardformer.policies.proposed.propose import ProposedPolicy
 from shardformer.policies.registry import policy_for
 from shardformer.policies.user.base import UniformPolicy
 from shardformer.policies.user.slots import SlotPolicyAdapter

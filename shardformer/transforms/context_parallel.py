@@ -25,7 +25,7 @@ from shardformer.context_parallel.attention import RING, gather_behind_layer, ga
 from shardformer.context_parallel.zigzag import Positions, ZigzagSharding, cut_features, cut_inputs
 from shardformer.distributed.collectives import pad_dim
 from shardformer.policies.base import Policy
-from shardformer.policies.head_losses import head_loss_of
+from shardformer.policies.registry import head_loss_of
 from shardformer.sequence_parallel.split_gather import count_whole_sequences, first_output
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StageLayout, StagePlaceholder

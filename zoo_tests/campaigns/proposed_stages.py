@@ -23,11 +23,11 @@ from typing import Any
 
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, matching_key
 from shardformer.loss.of_forward import LOSSES, USUAL, head_loss_of_kind
-from shardformer.policies.head_losses import head_loss_of
 from shardformer.policies.plans import tables
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.proposed.execution import execution_order
-from shardformer.policies.proposed.plan import ProposedPlan
+from shardformer.policies.proposed.propose import ProposedPlan
+from shardformer.policies.registry import head_loss_of
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import plain_run, sharded_run
 from zoo_tests.campaigns.census.verdict import EXACT

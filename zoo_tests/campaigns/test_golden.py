@@ -14,7 +14,7 @@ import pytest
 import transformers
 from torch import nn
 
-from shardformer.policies.families.bloom import BloomPolicy
+from shardformer.policies.families.decoders import BloomPolicy
 from shardformer.shard_spec import Part, ShardSpec, shard_parameter
 from shardformer.stages.placeholders import Skipped, StageInput
 from shardformer.utils.derived_modules import derive

@@ -39,7 +39,7 @@ from plugins.hybrid_parallel.verify.verify import (
     verify,
 )
 from shardformer.policies.proposed.execution import execution_order
-from shardformer.policies.proposed.plan import ProposedPlan
+from shardformer.policies.proposed.propose import ProposedPlan
 
 _ROWS = 7  # odd, so that no size of the model divides it
 _SPLITS = "pipeline: 2 stages train the same"

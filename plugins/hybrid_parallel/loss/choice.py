@@ -35,7 +35,7 @@ from shardformer.context_parallel.zigzag import ZigzagSharding, token_mask
 from shardformer.loss.of_forward import own_loss_reason
 from shardformer.loss.routers import RouterScores, routers_are_asked
 from shardformer.peft import behind_prompts, model_inside
-from shardformer.policies.head_losses import head_loss_of
+from shardformer.policies.registry import head_loss_of
 
 
 class LossSource(Enum):

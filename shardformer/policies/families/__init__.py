@@ -1,25 +1,16 @@
-"""Policies of model families, one file for a family or for some with the same modules."""
+"""Policies of model families, in one file for each kind of architecture."""
 
 from __future__ import annotations
 
 # File -> its families, so that a family is found without importing the others.
 FILES = {
-    "albert": "albert",
-    "bart": "bart blenderbot blenderbot_small m2m_100 marian mbart mvp pegasus plbart whisper",
-    "bert": (
-        "bert bert_generation camembert data2vec_text distilbert electra ernie layoutlm mpnet roberta "
-        "roberta_prelayernorm splinter xlm_roberta"
+    "decoders": "bloom chatglm2 falcon gpt2 gpt_neo gptj llama mistral opt qwen2 qwen3",
+    "encoders": (
+        "albert bert bert_generation camembert data2vec_text deberta_v2 distilbert electra ernie layoutlm mpnet "
+        "roberta roberta_prelayernorm splinter xlm_roberta"
     ),
-    "blip_2": "blip_2",
-    "bloom": "bloom falcon",
-    "chatglm2": "chatglm2",
-    "clip": "clip",
-    "deberta_v2": "deberta_v2",
-    "gpt2": "gpt2 gpt_neo gptj",
-    "llama": "llama mistral qwen2 qwen3",
-    "opt": "opt",
-    "sam": "sam",
-    "swin": "swin swinv2",
-    "t5": "mt5 t5 umt5",
-    "vit": "beit deit vit",
+    "encoder_decoders": (
+        "bart blenderbot blenderbot_small m2m_100 marian mbart mt5 mvp pegasus plbart t5 umt5 whisper"
+    ),
+    "vision": "beit blip_2 clip deit sam swin swinv2 vit",
 }

@@ -6,10 +6,9 @@ from torch import nn
 
 from shardformer.policies.mixers.attention import Attention, LatentAttention
 from shardformer.policies.mixers.delta_net import DeltaNet
-from shardformer.policies.mixers.feed_forward import Experts, FeedForward
 from shardformer.policies.mixers.mixer import MIXER as MIXER
+from shardformer.policies.mixers.mixer import Experts, FeedForward, Mixer
 from shardformer.policies.mixers.mixer import HeadCounts as HeadCounts
-from shardformer.policies.mixers.mixer import Mixer
 from shardformer.policies.mixers.state_space import StateSpace
 
 RULES: tuple[Mixer, ...] = (Attention(), FeedForward(), LatentAttention(), DeltaNet(), StateSpace(), Experts())

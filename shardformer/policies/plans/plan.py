@@ -20,91 +20,18 @@ from torch import nn
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLosses
 from shardformer.loss.of_forward import head_loss_of_kind
 from shardformer.policies.base import Origin
-from shardformer.policies.plans.execution_order import ExecutionOrder
-from shardformer.policies.plans.stage_inference import (
+from shardformer.policies.plans.stages import (
     ENCODED_INPUTS,
+    ExecutionOrder,
+    chain_layout,
     layer_paths,
-    num_outputs,
-    placeholder_for,
     stage_layout,
     tower_layout,
-    with_parameters,
 )
 from shardformer.stages.placeholders import States
 from shardformer.stages.stage import StageLayout, StagePlaceholder, UnreachablePlaceholder
 from shardformer.utils.module_paths import join, starred
 from shardformer.utils.structure import divisors_phrase
-
-
-def chain_layout(model: nn.Module, lists: Sequence[str]) -> StageLayout:
-    """Build a layout for the layer lists at `lists`, assuming that modules run in registration order.
-
-    A module between two lists runs at the end of the first of them if it is nearer to it in the module tree, and
-    before the second otherwise. Another list with as many modules as there are lists has one module for each.
-    Poolers, and the modules of a head class outside its base model, run after all lists.
-    """
-    first: list[dict] = [{} for _ in lists]
-    last: list[list[str]] = [[] for _ in lists]
-    every: list[str] = []
-    done = 0  # number of lists that have been passed
-
-    def place(path: str, name: str, module: nn.Module, is_head: bool) -> None:
-        if is_head or name == "pooler" or done == len(lists):
-            last[-1].append(path)
-        elif done and _common(path, lists[done - 1]) > _common(path, lists[done]):
-            last[done - 1].append(path)
-        else:
-            first[done][path] = placeholder_for(module, name)
-
-    def visit(path: str) -> None:
-        nonlocal done
-        owner = model.get_submodule(path)
-        every.extend(f"{path}.{name}" if path else name for name in owner._parameters)
-        base = getattr(model, "base_model_prefix", None)
-        has_base = not path and hasattr(model, base or "")
-        is_behind_base = False
-        for name, module in with_parameters(owner):
-            child = f"{path}.{name}" if path else name
-            if child in lists:
-                done += 1
-            elif any(each.startswith(f"{child}.") for each in lists):
-                visit(child)
-            elif isinstance(module, nn.ModuleList) and len(module) == len(lists) and done < len(lists):
-                for index, each in enumerate(module):
-                    first[index][f"{child}.{index}"] = placeholder_for(each, name)
-            else:
-                place(child, name, module, is_head=has_base and is_behind_base)
-            is_behind_base = is_behind_base or name == base
-
-    visit("")
-    return _linked(model, lists, first, last, every)
-
-
-def _linked(
-    model: nn.Module,
-    lists: Sequence[str],
-    first: Sequence[Mapping],
-    last: Sequence[Sequence[str]],
-    every: Sequence[str],
-) -> StageLayout:
-    layout = None
-    for index in reversed(range(len(lists))):
-        layout = StageLayout(
-            layers=lists[index],
-            first=first[index],
-            every=tuple(every) if index == 0 else (),
-            last=tuple(last[index]),
-            tuple_output=num_outputs(model.get_submodule(lists[index])[0]),
-            next_layers=layout,
-        )
-    return layout
-
-
-def _common(path: str, other: str) -> int:
-    """Return the number of leading parts that two paths have in common."""
-    pairs = zip(path.split("."), other.split("."), strict=False)
-    return next((index for index, (one, two) in enumerate(pairs) if one != two), 0)
-
 
 # File of `plans/tables` -> its families, so that a family is found without importing the others.
 FILES = {
@@ -117,21 +44,21 @@ FILES = {
         "phi4_multimodal qwen2_audio qwen3_5 qwen3_vl recurrent_gemma rwkv stablelm trocr ultrabert ultravbert "
         "vibevoice voxtral_realtime xglm xlstm zaya"
     ),
+    "encoder_decoders": (
+        "bigbird_pegasus dia florence2 git led longt5 moonshine moonshine_streaming musicgen musicgen_melody "
+        "nllb_moe pegasus_x pix2struct pop2piano prophetnet seamless_m4t seamless_m4t_v2 speech_to_text speecht5 "
+        "switch_transformers t5gemma t5gemma2 udop"
+    ),
     "encoders": (
         "big_bird bros canine convbert deberta esm esmc flaubert fnet funnel gte ibert jina_embeddings_v3 "
         "layoutlmv3 lilt longformer luke markuplm megatron_bert mobilebert modernbert modernvbert mra nomic_bert "
         "nystromformer rembert roc_bert roformer squeezebert tapas visual_bert xlm xlm_roberta_xl xlnet xmod yoso"
     ),
-    "generation": "dia git moonshine moonshine_streaming musicgen musicgen_melody pix2struct speecht5 udop",
     "perception": (
         "audio_spectrogram_transformer convnext convnextv2 dinov2 dinov2_with_registers dinov3_vit focalnet hiera "
         "hubert ijepa lasr metaclip_2 omniasr_ctc perceiver pvt pvt_v2 segformer sew sew_d siglip siglip2 "
         "timesformer unispeech unispeech_sat videomae vilt vit_msn vivit vjepa2 wav2vec2 wav2vec2_bert "
         "wav2vec2_conformer wavlm yolos"
-    ),
-    "towers": (
-        "bigbird_pegasus florence2 led longt5 nllb_moe pegasus_x pop2piano prophetnet seamless_m4t seamless_m4t_v2 "
-        "speech_to_text switch_transformers t5gemma t5gemma2"
     ),
 }
 

@@ -49,7 +49,7 @@ from shardformer.policies.plans.sequence import (
     own_parameters_per_token,
     per_token,
 )
-from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
+from shardformer.policies.plans.stages import layer_paths, stage_layout
 from shardformer.policies.plans.styles import STYLES
 from shardformer.shard_spec import divided_share
 from shardformer.utils.customizations import stored_weight

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from shardformer.policies.plans.execution_order import ExecutionOrder, units_of
+from shardformer.policies.plans.stages import ExecutionOrder, units_of
 from shardformer.stages.placeholders import LayerInputs
 from shardformer.utils.module_paths import starred
 

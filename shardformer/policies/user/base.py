@@ -18,7 +18,7 @@ from torch import nn
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.policies.base import ModulePolicyDescription, Origin, Policy, SubModuleReplacementDescription
-from shardformer.policies.plans.stage_inference import layer_paths, stage_layout
+from shardformer.policies.plans.stages import layer_paths, stage_layout
 from shardformer.policies.registry import policy_for
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StageLayout

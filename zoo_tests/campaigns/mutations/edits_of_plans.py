@@ -42,7 +42,7 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         (f"{_SWITCHES}[PhiForCausalLM-switches2-layouts2]",),
     ),
     "the cut-off of a sparse activation is that of a rank's features": Edit(
-        "shardformer.policies.mixers.feed_forward",
+        "shardformer.policies.mixers.mixer",
         'or not hasattr(owner, "_gaussian_topk"):',
         "or True:",
         (f"{_SWITCHES}[Gemma3nForCausalLM-switches4-layouts4]",),

@@ -334,7 +334,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (f"{PARITY}[qwen3-causal_lm-tp4-zero1-fp32-{_KERNELS}-enable_jit_fused=True]",),
     ),
     "fused query, key and value cut as one": Edit(
-        "shardformer.policies.families.gpt2",
+        "shardformer.policies.families.decoders",
         'num_heads=HEADS, part_size="hidden_size")',
         "num_heads=HEADS)",
         (f"{PARITY}[gpt2-lm_head-tp2-zero1]",),

@@ -17,7 +17,7 @@ from torch import nn
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from shardformer.loss.of_forward import own_loss_reason
 from shardformer.loss.terms import count_own_boxes
-from shardformer.policies.head_losses import head_loss_of
+from shardformer.policies.registry import head_loss_of
 
 ROWS = (1, 2, 3)  # of the parts
 

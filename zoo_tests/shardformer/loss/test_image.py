@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.policies.head_losses import head_loss_of
+from shardformer.policies.registry import head_loss_of
 from zoo_tests.harness.reference import inputs_of
 from zoo_tests.zoo import FAMILIES, Batch
 

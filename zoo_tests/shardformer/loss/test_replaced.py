@@ -20,8 +20,7 @@ from transformers import (
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, matching_key
-from shardformer.policies.head_losses import head_loss_builder, head_loss_of
-from shardformer.policies.registry import supported_classes
+from shardformer.policies.registry import head_loss_builder, head_loss_of, supported_classes
 from zoo_tests.harness.case import LAYOUTS, Recipe
 from zoo_tests.harness.ranks import run_on_ranks
 

@@ -29,12 +29,11 @@ from shardformer import (
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLossBuilder, own_loss
 from shardformer.loss.text import causal_lm, masked_lm
-from shardformer.policies import head_losses as losses
 from shardformer.policies import registry
-from shardformer.policies.families.bert import BertPolicy
-from shardformer.policies.families.llama import LlamaPolicy
+from shardformer.policies.families.decoders import LlamaPolicy
+from shardformer.policies.families.encoders import BertPolicy
 from shardformer.policies.plans.plan import Plan
-from shardformer.policies.plans.stage_inference import stage_layout
+from shardformer.policies.plans.stages import stage_layout
 from shardformer.stages.stage import Received
 from zoo_tests.zoo import FAMILIES
 
@@ -287,16 +286,16 @@ def test_a_policy_has_to_declare_the_losses_of_its_heads(
 ) -> None:
     head = transformers.ZambaForSequenceClassification  # has neither a policy nor a plan
     with monkeypatch.context() as patched:
-        patched.setattr(losses, "family_policy_of", lambda _: policy)
-        assert losses.head_loss_builder(head) is builder
+        patched.setattr(registry, "family_policy_of", lambda _: policy)
+        assert registry.head_loss_builder(head) is builder
     with monkeypatch.context() as patched:
         patched.setattr(
             registry, "_REGISTERED", {f"{head.__module__}.{head.__name__}": f"{__name__}.{policy.__name__}"}
         )
-        assert losses.head_loss_builder(head) is builder
+        assert registry.head_loss_builder(head) is builder
     model = head.__new__(head)
-    losses.keep_head_losses(model, policy())
-    assert losses.head_loss_builder(head, getattr(model, "declared_head_losses", None)) is builder
+    registry.keep_head_losses(model, policy())
+    assert registry.head_loss_builder(head, getattr(model, "declared_head_losses", None)) is builder
 
 
 def test_the_longest_declared_name_counts() -> None:
@@ -306,10 +305,10 @@ def test_the_longest_declared_name_counts() -> None:
 
     declared = {"ForCausalLM": causal_lm, "BaseForCausalLM": masked_lm, "LM": own_loss}
     derived = type("DerivedFromBase", (BaseForCausalLM,), {})
-    assert losses.head_loss_builder(BaseForCausalLM) is None
-    assert losses.head_loss_builder(BaseForCausalLM, declared) is masked_lm
-    assert losses.head_loss_builder(derived, declared) is masked_lm, "the forward is that of BaseForCausalLM"
-    assert losses.head_loss_builder(type("NewForward", (derived,), {"forward": Block.forward}), declared) is None
+    assert registry.head_loss_builder(BaseForCausalLM) is None
+    assert registry.head_loss_builder(BaseForCausalLM, declared) is masked_lm
+    assert registry.head_loss_builder(derived, declared) is masked_lm, "the forward is that of BaseForCausalLM"
+    assert registry.head_loss_builder(type("NewForward", (derived,), {"forward": Block.forward}), declared) is None
 
 
 # ----- the registry -----

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.policies.plans.plan import declared_plans, proposed_plans
 from shardformer.policies.plans.styles import STYLES
-from shardformer.policies.proposed.plan import ProposedPlan
-from shardformer.policies.proposed.propose import propose_plan
+from shardformer.policies.proposed.propose import ProposedPlan, propose_plan
 from shardformer.policies.proposed.regions import Region, find_regions, local_choices, record
 from shardformer.policies.registry import family_policies, policy_for
 from zoo_tests.harness.case import Recipe

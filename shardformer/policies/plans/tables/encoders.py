@@ -17,7 +17,7 @@ from shardformer.loss.text import (
     replaced_tokens,
 )
 from shardformer.policies.plans.plan import Plan
-from shardformer.policies.plans.tables.naming import GATED, LLAMA
+from shardformer.policies.plans.tables import GATED, LLAMA
 from shardformer.stages.stage import Received
 
 
