@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.inspect.shard_report import in_bytes
 from plugins.hybrid_parallel.pipeline.schedule import Kind
-from plugins.hybrid_parallel.planner.device import Link
+from plugins.hybrid_parallel.planner.device import Device, Link
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.profile import PartCost
 
@@ -174,6 +174,28 @@ def shared_over(cost: PartCost, cp_size: int, link: Link, gathered: float) -> Pa
         backward_talk=share.backward_talk + seconds,
         forward_peak=share.forward_peak + 2 * block,
         backward_peak=share.backward_peak + 5 * block,
+    )
+
+
+def dispatched(cost: PartCost, layout: Layout, device: Device) -> PartCost:
+    """Return the cost of a part whose tokens are sent to the ranks of their experts, and back, in both passes.
+
+    All experts are assumed to get as many tokens. Ranks exchange the numbers of rows first. What is sent and what
+    arrives are in memory together.
+    """
+    if layout.ep_size == 1 or not cost.routed:
+        return cost
+    rows = cost.routed / layout.tp_size
+    link = device.ring(layout.ep_size, layout.tp_size)
+    there = link.collective("all_to_all", rows, layout.ep_size)
+    counts = link.latency * (layout.ep_size - 1)
+    return replace(
+        cost,
+        forward_talk=cost.forward_talk + counts + 2 * there,
+        backward_talk=cost.backward_talk + 2 * there,
+        again_talk=cost.again_talk + counts + 2 * there,
+        forward_peak=cost.forward_peak + 2 * rows,
+        backward_peak=cost.backward_peak + 2 * rows,
     )
 
 

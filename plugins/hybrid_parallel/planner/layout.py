@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from shardformer.shard_spec import EXPERTS, TENSOR
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,7 @@ class Layout:
 
     Attributes:
         dp_size, tp_size, pp_size, cp_size: number of ranks on each axis.
+        ep_size: number of neighbouring replicas that share the experts.
         sequence: whether activations are sharded along the sequence over the tensor-parallel ranks.
         pp_style, num_chunks: pipeline schedule, and number of stages per rank.
         rows: samples of a micro-batch.
@@ -31,6 +35,7 @@ class Layout:
     tp_size: int
     pp_size: int
     cp_size: int = 1
+    ep_size: int = 1
     sequence: bool = False
     pp_style: str = "1f1b"
     num_chunks: int = 1
@@ -59,6 +64,21 @@ class Layout:
         """Number of ranks that share the optimizer states."""
         return self.config.zero.num_shards(self.num_replicas)
 
+    @cached_property
+    def replicas(self) -> Mapping[str, int]:
+        """Number of ranks that hold the same parameters, by the axis over which these are cut."""
+        return {TENSOR: self.num_replicas, EXPERTS: self.num_replicas // self.ep_size}
+
+    @cached_property
+    def shards(self) -> Mapping[str, int]:
+        """Number of ranks that share the states of parameters, by that axis."""
+        return {axis: gcd(self.num_shards, count) for axis, count in self.replicas.items()}
+
+    @cached_property
+    def strides(self) -> Mapping[str, int]:
+        """Distance between neighbours of these ranks, by that axis."""
+        return {TENSOR: self.tp_size, EXPERTS: self.tp_size * self.ep_size}
+
     @property
     def offloads(self) -> bool:
         """Whether anything is kept outside of the devices."""
@@ -81,6 +101,8 @@ class Layout:
         }
         if self.cp_size > 1:
             options["cp_size"] = self.cp_size
+        if self.ep_size > 1:
+            options["ep_size"] = self.ep_size
         if self.pp_size > 1:
             options["pp_style"] = self.pp_style
             if self.pp_style in ("interleaved", "zero_bubble"):
@@ -109,8 +131,7 @@ class Layout:
 
     def __str__(self) -> str:
         words = [f"dp{self.dp_size} tp{self.tp_size}" + ("+sp" if self.sequence else "")]
-        if self.cp_size > 1:
-            words.append(f"cp{self.cp_size}")
+        words += [f"{axis}{size}" for axis, size in (("cp", self.cp_size), ("ep", self.ep_size)) if size > 1]
         words.append(f"pp{self.pp_size}")
         if self.pp_size > 1:
             words.append(self.pp_style + (f" x{self.num_chunks}" if self.num_chunks > 1 else ""))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -69,6 +69,7 @@ class PartRecord:
         deferred: bytes of the inputs of its products with weights, and of the gradients of their outputs, which the
             first half of a split backward pass leaves to the second.
         output: bytes of the hidden state that it returns.
+        routed: bytes of the tokens of all choices of experts.
     """
 
     forward: PassRecord = field(default_factory=PassRecord)
@@ -77,6 +78,7 @@ class PartRecord:
     results: float = 0.0
     deferred: float = 0.0
     output: float = 0.0
+    routed: float = 0.0
 
 
 # Limit for a forward and a backward pass together; a model that processes tokens one by one would take hours.
@@ -132,6 +134,12 @@ class Recorder(TorchDispatchMode):
     def give(self, hidden: Tensor) -> None:
         """Record the size of the hidden state that the running part returns."""
         self._record.output = float(hidden.numel() * hidden.element_size())
+
+    def route(self, _: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Record the size of the tokens that experts are about to get: [tokens, hidden], for k choices each."""
+        hidden, index = args[:2]
+        if not self.backwards:
+            self._record.routed += float(index.numel() * hidden.shape[-1] * hidden.element_size())
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -185,6 +185,7 @@ def _space(model: ModelMap, job: Job, device: Device | None) -> Space:
         model.num_layers,
         job.largest_tp or node_size,
         _context_sizes(model, job),
+        tuple(model.ep_sizes),
         node_size=node_size,
         place=job.offload,
         **{name: value for name, value in chosen.items() if value is not None},

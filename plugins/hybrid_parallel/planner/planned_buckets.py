@@ -35,6 +35,22 @@ class PlannedBucket:
     starts: Sequence[int]  # the offset of each
     size: int  # elements, with the gaps
     unit: tuple | None  # the module that gathers it; None if its parameters stay whole
+    num_shards: int  # number of ranks that share its states, and its parameters if they are gathered
+
+    @property
+    def axis(self) -> str:
+        """Mesh axis over which its parameters are cut; experts have fewer replicas."""
+        return self.members[0].param.axis
+
+    @property
+    def shard(self) -> int:
+        """Elements of a rank's shard."""
+        return self.size // self.num_shards
+
+    @property
+    def trained(self) -> int:
+        """Elements without the gaps."""
+        return sum(held.param.size for held in self.members)
 
     @property
     def itemsize(self) -> int:
@@ -53,29 +69,34 @@ class RankParameters:
 
     buckets: Sequence[PlannedBucket]  # those that are trained, in the order in which they are reduced
     frozen_whole: int  # bytes of the frozen ones that stay whole
-    frozen_units: Mapping[tuple, int]  # module -> bytes of the frozen ones that it gathers
-    num_shards: int  # number of ranks that share the optimizer states, and the parameters that are gathered
+    frozen_units: Sequence[PlannedBucket]  # the frozen ones that modules gather
 
     @property
-    def trained(self) -> int:
-        """Trained elements, before they are sharded."""
-        return sum(held.param.size for bucket in self.buckets for held in bucket.members)
+    def gathered(self) -> list[PlannedBucket]:
+        """All that modules gather."""
+        return [*self.frozen_units, *(bucket for bucket in self.buckets if bucket.unit is not None)]
 
-    @property
-    def units(self) -> dict[tuple, int]:
-        """Module -> bytes of the parameters that it gathers, in the order of the model."""
-        found = dict(self.frozen_units)
-        for bucket in self.buckets:
-            if bucket.unit is not None:
+    def units(self, axis: str | None = None) -> dict[tuple, int]:
+        """Return module -> bytes of the parameters that it gathers (over an axis), in the order of the model."""
+        found: dict[tuple, int] = {}
+        for bucket in self.gathered:
+            if axis in (None, bucket.axis):
                 found[bucket.unit] = found.get(bucket.unit, 0) + bucket.size * bucket.itemsize
         return dict(sorted(found.items()))
+
+    def unit_shards(self) -> dict[tuple, int]:
+        """Return module -> bytes of this rank's shards of these."""
+        found: dict[tuple, int] = {}
+        for bucket in self.gathered:
+            found[bucket.unit] = found.get(bucket.unit, 0) + bucket.shard * bucket.itemsize
+        return found
 
 
 def plan_buckets(
     stages: Mapping[int, StageParts],
     profile: Profile,
     config: HybridParallelConfig,
-    num_shards: int,
+    num_shards: Mapping[str, int],
     device_type: str = "cpu",
 ) -> RankParameters:
     """Sort the parameters of a rank into buckets as `build_buckets` does.
@@ -83,33 +104,32 @@ def plan_buckets(
     Args:
         stages: index of each stage of the rank -> its parts.
         profile: the profile for the layout's tensor-parallel size.
-        num_shards: number of ranks that share the optimizer states.
+        num_shards: number of ranks that share the optimizer states, by axis; see `Layout.shards`.
         device_type: "cpu" or "cuda", on which the default size of buckets depends.
     """
-    shards_parameters = config.zero.zero_stage == 3 and (
-        num_shards > 1 or config.offload.offload_parameters is not None
-    )
-    held = _held(stages, profile, config)
+    has_file = config.offload.offload_parameters is not None
+
+    def bucket_of(members: Sequence[Held]) -> PlannedBucket:
+        shards = num_shards[members[0].param.axis]
+        starts, size = places_in_bucket([each.param.size for each in members], shards, False)
+        return PlannedBucket(members, starts, size, members[0].unit if shards > 1 or has_file else None, shards)
+
     kinds: dict[tuple, list[Held]] = {}
-    frozen: dict[tuple, list[int]] = {}
-    for each in reversed(held):
+    frozen: dict[tuple, list[Held]] = {}
+    frozen_whole = 0
+    for each in reversed(_held(stages, profile, config)):
         if each.param.trains:
             kinds.setdefault((each.order, each.param.itemsize, each.param.kind, each.unit), []).append(each)
-        elif each.unit is not None and shards_parameters:
-            frozen.setdefault((each.unit, each.param.itemsize), []).append(each.param.size)
-    buckets = []
-    for (_, _, _, unit), members in kinds.items():
-        for chunk in chunks_of(members, config.zero.bucket_bytes(device_type)):
-            starts, size = places_in_bucket([each.param.size for each in chunk], num_shards, False)
-            buckets.append(PlannedBucket(chunk, starts, size, unit if shards_parameters else None))
-    units: dict[tuple, int] = {}
-    for (unit, itemsize), sizes in frozen.items():
-        units[unit] = units.get(unit, 0) + places_in_bucket(sizes, num_shards, False)[1] * itemsize
+        elif each.unit is not None and (num_shards[each.param.axis] > 1 or has_file):
+            frozen.setdefault((each.unit, each.param.itemsize, each.param.axis), []).append(each)
+        else:
+            frozen_whole += each.param.bytes
+    limit = config.zero.bucket_bytes(device_type)
+    buckets = [bucket_of(chunk) for members in kinds.values() for chunk in chunks_of(members, limit)]
     return RankParameters(
         sorted(buckets, key=lambda each: (each.members[0].order, -min(member.place for member in each.members))),
-        sum(each.param.bytes for each in held if not each.param.trains and not (each.unit and shards_parameters)),
-        units,
-        num_shards,
+        frozen_whole,
+        [bucket_of(members) for members in frozen.values()],
     )
 
 

@@ -24,6 +24,7 @@ from plugins.hybrid_parallel.planner.costs import (
     Seconds,
     StageCost,
     TooLarge,
+    dispatched,
     recomputed,
     shared_over,
 )
@@ -83,45 +84,47 @@ def replica_seconds(
 
 def _gathers(device: Device, states: RankStates, forward: float, backward: float) -> float:
     """Return the exposed seconds of the gathers of all micro-batches: a unit is gathered while the one before runs."""
-    layout = states.layout
-    if not states.gathered_bytes or states.held.num_shards == 1:
-        return 0.0
-    link = device.link((states.held.num_shards - 1) * layout.tp_size)
-    steps = link.latency * (states.held.num_shards - 1) * (len(states.held.units) - 1)
-    each = _shards_seconds(device, layout, "all_gather", states.gathered_bytes, states.held.num_shards) + steps
+    layout, each = states.layout, 0.0
+    for axis, shards in layout.shards.items():
+        units = states.held.units(axis)
+        if units and shards > 1:
+            steps = (shards - 1) * (len(units) - 1)
+            each += device.link((shards - 1) * layout.strides[axis]).latency * steps
+            each += _shards_seconds(device, layout, axis, "all_gather", sum(units.values()))
     exposed = max(0.0, each - device.overlap * forward) + max(0.0, each - device.overlap * backward)
     return layout.num_microbatches * exposed
 
 
 def _reduction(device: Device, states: RankStates, backward: float) -> float:
     """Return the exposed seconds of reductions, and of the all-gather of updated parameters."""
-    layout, held = states.layout, states.held
-    if layout.num_replicas == 1:
-        return 0.0
-    gradients = sum(bucket.grad_bytes for bucket in held.buckets)
-    hidden = device.overlap * backward  # by the last backward pass, or by each
-    far = device.link((layout.num_replicas - 1) * layout.tp_size)
-    if layout.zero_stage == 0:
-        ring = device.ring(layout.num_replicas, layout.tp_size)
-        return max(0.0, ring.collective("all_reduce", gradients, layout.num_replicas) - hidden)
-    shards = held.num_shards
-    reduce = max(0.0, _shards_seconds(device, layout, "reduce_scatter", gradients, shards) - hidden)
-    reduce *= layout.num_microbatches if layout.zero_stage >= 2 else 1
-    copies = far.collective("all_reduce", gradients / shards, layout.num_replicas // shards)
-    whole = sum(bucket.size * bucket.itemsize for bucket in held.buckets if bucket.unit is None)
-    return reduce + copies + _shards_seconds(device, layout, "all_gather", whole, shards)
+    layout, reduce, rest = states.layout, 0.0, 0.0
+    for axis, replicas in layout.replicas.items():
+        buckets = [bucket for bucket in states.held.buckets if bucket.axis == axis]
+        gradients, shards = sum(bucket.grad_bytes for bucket in buckets), layout.shards[axis]
+        if layout.zero_stage == 0:
+            reduce += device.ring(replicas, layout.strides[axis]).collective("all_reduce", gradients, replicas)
+            continue
+        reduce += _shards_seconds(device, layout, axis, "reduce_scatter", gradients)
+        far = device.link((replicas - 1) * layout.strides[axis])
+        rest += far.collective("all_reduce", gradients / shards, replicas // shards)
+        whole = sum(bucket.size * bucket.itemsize for bucket in buckets if bucket.unit is None)
+        rest += _shards_seconds(device, layout, axis, "all_gather", whole)
+    reductions = layout.num_microbatches if layout.zero_stage >= 2 else 1
+    # The last backward pass hides them, or each hides its own.
+    return reductions * max(0.0, reduce - device.overlap * backward) + rest
 
 
-def _shards_seconds(device: Device, layout: Layout, kind: str, size: float, shards: int) -> float:
-    """Return the seconds of a reduce-scatter or an all-gather between the ranks that share states.
+def _shards_seconds(device: Device, layout: Layout, axis: str, kind: str, size: float) -> float:
+    """Return the seconds of a reduce-scatter or an all-gather between the ranks that share states of an axis.
 
     CPUs of several machines send their shards to each other directly, whatever collectives the backend has. With
     several of these ranks on each machine, they do so inside a machine first, then across.
     """
-    span = (shards - 1) * layout.tp_size
+    shards, stride = layout.shards[axis], layout.strides[axis]
+    span = (shards - 1) * stride
     if device.type != "cpu" or span < device.node_size:
         return device.link(span).collective(kind, size, shards)
-    here = device.node_size // layout.tp_size
+    here = device.node_size // stride
     if not 1 < here < shards or shards % here:
         here = 1
     inside, across = (replace(link, rates={}) for link in (device.inside, device.between))
@@ -131,7 +134,7 @@ def _shards_seconds(device: Device, layout: Layout, kind: str, size: float, shar
 def _update(device: Device, states: RankStates) -> tuple[float, float]:
     """Return the seconds of the update, and of the copies that it needs."""
     layout, static = states.layout, states.static
-    elements = states.held.trained / states.held.num_shards
+    elements = sum(bucket.trained / bucket.num_shards for bucket in states.held.buckets)
     place = layout.offload_optimizer
     if place is None:
         return elements * device.optimizer_bytes / device.bandwidth, 0.0
@@ -167,7 +170,7 @@ class Predictor:
 
     def __init__(self, model: ModelMap, profiler: Profiler) -> None:
         self.model, self.profiler = model, profiler
-        self._profiles: dict[tuple[int, bool], Profile | ConfigurationError] = {}
+        self._profiles: dict[tuple[int, bool, int], Profile | ConfigurationError] = {}
         self._parts: dict[tuple, dict[Part, PartCost]] = {}
         self._costs: dict[tuple, StageCost] = {}
         self._kept: dict[tuple, tuple[RankParameters, StaticMemory]] = {}
@@ -221,21 +224,27 @@ class Predictor:
     def _place(self, layout: Layout) -> _Placed:
         schedule, stages = layout.config.schedule, self.model.stages(layout.num_stages)
         ranks = [schedule.stages_of(rank, layout.pp_size, layout.num_chunks) for rank in range(layout.pp_size)]
-        profile = self.profile(layout.tp_size, layout.sequence)
+        profile = self.profile(layout.tp_size, layout.sequence, layout.ep_size)
         states = self._states(layout, stages, ranks, profile)
         return _Placed(layout, ranks, states, self._stage_costs(layout, stages, ranks))
 
-    def profile(self, tp_size: int, sequence: bool) -> Profile:
-        """Return the profile of the parts for a tensor-parallel size; profiles and errors are cached.
+    def profile(self, tp_size: int, sequence: bool, ep_size: int = 1) -> Profile:
+        """Return the profile of the parts for a way of sharding layers; profiles and errors are cached.
+
+        Under expert parallelism a rank has fewer experts, which get tokens of more ranks: its passes cost the same.
 
         Raises:
             ConfigurationError: the model cannot be sharded like this.
         """
-        key = tp_size, sequence
+        key = tp_size, sequence, ep_size
         if key not in self._profiles:
             _logger.info("looking at the model under tp_size=%d%s", tp_size, ", sequence cut" if sequence else "")
             try:
-                self._profiles[key] = self.profiler.profile(tp_size, sequence)
+                if ep_size == 1:
+                    self._profiles[key] = self.profiler.profile(tp_size, sequence)
+                else:
+                    parameters = self.profiler.parameters(tp_size, sequence, ep_size)
+                    self._profiles[key] = replace(self.profile(tp_size, sequence), parameters=parameters)
             except ConfigurationError as error:
                 self._profiles[key] = error
         found = self._profiles[key]
@@ -266,7 +275,8 @@ class Predictor:
         Results are cached, because most stages are equal.
         """
         by_operators = layout.recomputation == "operators"
-        key = (layout.tp_size, layout.cp_size, layout.sequence, layout.rows, by_operators, kept, again, gaps)
+        cut = (layout.tp_size, layout.cp_size, layout.ep_size, layout.sequence)
+        key = (*cut, layout.rows, by_operators, kept, again, gaps)
         if key not in self._costs:
             parts = self.parts(layout)
             layers = [(parts[part], count) for part, count in Counter(kept).items()]
@@ -279,12 +289,13 @@ class Predictor:
 
     def parts(self, layout: Layout) -> dict[Part, PartCost]:
         """Return the cost of each part on one rank, for one micro-batch of the layout."""
-        key = (layout.tp_size, layout.cp_size, layout.sequence, layout.rows)
+        key = (layout.tp_size, layout.cp_size, layout.ep_size, layout.sequence, layout.rows)
         if key not in self._parts:
             parts = self.profile(layout.tp_size, layout.sequence).at(layout.rows)
             link = self.device.ring(layout.cp_size, layout.tp_size)
             gathered = self._keys_and_values(layout)
-            self._parts[key] = {part: shared_over(cost, layout.cp_size, link, gathered) for part, cost in parts.items()}
+            shared = {part: shared_over(cost, layout.cp_size, link, gathered) for part, cost in parts.items()}
+            self._parts[key] = {part: dispatched(cost, layout, self.device) for part, cost in shared.items()}
         return self._parts[key]
 
     def _keys_and_values(self, layout: Layout) -> float:
@@ -320,9 +331,9 @@ class Predictor:
         self, layout: Layout, stages: Sequence[StageParts], ranks: Sequence[Sequence[int]], profile: Profile
     ) -> list[RankStates]:
         """Return what each rank keeps; most ranks of a pipeline are equal."""
-        number = layout.num_shards
-        shards_parameters = layout.zero_stage == 3 and (number > 1 or layout.offload_parameters is not None)
-        cut = (layout.num_stages, layout.pp_style, layout.tp_size, number, shards_parameters)
+        shards_parameters = layout.zero_stage == 3 and (layout.num_shards > 1 or layout.offload_parameters is not None)
+        sizes = (layout.tp_size, layout.ep_size, *layout.shards.values())
+        cut = (layout.num_stages, layout.pp_style, *sizes, shards_parameters)
         found: dict[tuple[int, ...], RankStates] = {}
         for own in ranks:
             shapes = tuple(stages[stage].shape for stage in own)
@@ -330,7 +341,7 @@ class Predictor:
                 continue
             if (cut, shapes) not in self._kept:
                 held = plan_buckets(
-                    {stage: stages[stage] for stage in own}, profile, layout.config, number, self.device.type
+                    {stage: stages[stage] for stage in own}, profile, layout.config, layout.shards, self.device.type
                 )
                 self._kept[cut, shapes] = held, static_of(held, profile, layout.config)
             found[shapes] = RankStates(*self._kept[cut, shapes], layout, self.device.type)

@@ -38,6 +38,7 @@ from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
 from plugins.hybrid_parallel.planner.synthetic_batch import Packing, batch_of
 from plugins.hybrid_parallel.zero.stage3 import is_sharded
 from shardformer.cross_entropy.chunking import planned_for
+from shardformer.expert_parallel.experts import expert_modules
 from shardformer.peft import model_inside
 from shardformer.shard_spec import grad_group_of, spec_of
 
@@ -53,6 +54,7 @@ class PartCost:
         weights: seconds of the backward pass spent on weight gradients of matrices, which can be deferred.
         forward_talk, backward_talk: seconds of collectives over the tensor-parallel ranks.
         flops: FLOPs of the forward pass.
+        routed: bytes of the tokens of all choices of experts.
         saved: bytes saved for the backward pass.
         again, again_talk: the part of `forward` and `forward_talk` that recomputation by operators repeats.
         results: bytes that it saves besides the input.
@@ -67,6 +69,7 @@ class PartCost:
     forward_talk: float = 0.0
     backward_talk: float = 0.0
     flops: float = 0.0
+    routed: float = 0.0
     saved: float = 0.0
     again: float = 0.0
     again_talk: float = 0.0
@@ -105,6 +108,11 @@ class LocalParameter:
     kind: tuple  # key for bucketing; parameters of different kinds are in different buckets
     is_sharded: bool = False  # whether ranks keep a shard of it under ZeRO stage 3
     stored: int | None = None  # bytes of a quantised weight, with its scales; None for any other
+
+    @property
+    def axis(self) -> str:
+        """Mesh axis over which it is cut."""
+        return self.kind[-1]
 
     @property
     def bytes(self) -> int:
@@ -157,13 +165,9 @@ class Profiler:
         Raises:
             ConfigurationError: the model cannot be sharded like this.
         """
-        config = HybridParallelConfig.from_options(
-            tp_size=tp_size, enable_sequence_parallelism=sequence, precision=self.precision, nonfinite="ignore"
-        )
         with fake_rank(0, tp_size):
-            model, lists, wrapped = build_proxy_model(self.build, config)
-            named = model_inside(model).named_parameters(remove_duplicate=False)
-            local = {name: self._local(name, each) for name, each in named}
+            model, lists, wrapped = build_proxy_model(self.build, self._config(tp_size, sequence))
+            local = self._locals(model)
             buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
             link = self.device.ring(tp_size, 1)
             with _mistakes_of(type(model).__name__, self.length):
@@ -181,6 +185,29 @@ class Profiler:
         costs = tuple(self._with_dequantised(found, local) for found in costs)
         costs = tuple(self._with_masks(found, rows) for found, rows in zip(costs, self.rows, strict=True))
         return Profile(self.rows, costs, local, buffers)
+
+    def parameters(self, tp_size: int, sequence: bool, ep_size: int) -> dict[str, LocalParameter]:
+        """Return the shards of rank 0 under expert parallelism, whose passes are not profiled: they read values.
+
+        Raises:
+            ConfigurationError: the experts cannot be sharded like this.
+        """
+        with fake_rank(0, tp_size * ep_size):
+            model, _, _ = build_proxy_model(self.build, self._config(tp_size, sequence, ep_size))
+            return self._locals(model)
+
+    def _config(self, tp_size: int, sequence: bool, ep_size: int = 1) -> HybridParallelConfig:
+        return HybridParallelConfig.from_options(
+            tp_size=tp_size,
+            ep_size=ep_size,
+            enable_sequence_parallelism=sequence,
+            precision=self.precision,
+            nonfinite="ignore",
+        )
+
+    def _locals(self, model: nn.Module) -> dict[str, LocalParameter]:
+        named = model_inside(model).named_parameters(remove_duplicate=False)
+        return {name: self._local(name, each) for name, each in named}
 
     def _local(self, name: str, param: nn.Parameter) -> LocalParameter:
         found = _local(param)
@@ -222,6 +249,7 @@ class Profiler:
             forward_talk=_talk(forward, link, tp_size),
             backward_talk=_talk(backward, link, tp_size),
             flops=sum(self._useful(each) for each in forward.operators if not each.early),
+            routed=record.routed,
             saved=record.saved,
             again=self._seconds([each for each in forward.operators if not each.is_saved]),
             # Sums over ranks belong to products, whose results are saved.
@@ -304,6 +332,7 @@ def _record(wrapped: HybridParallelModel, lists: Sequence[LayerList], batch: dic
     module = wrapped.unwrap()
     recorder = Recorder(list(module.parameters()))
     hooks = watch_layers(module, lists, recorder)
+    hooks += [experts.register_forward_pre_hook(recorder.route) for _, experts in expert_modules(module)]
     # In training a gradient moves to its bucket as soon as it is complete, so it is not counted here.
     trained = [param for param in module.parameters() if param.requires_grad]
     hooks += [param.register_post_accumulate_grad_hook(_forget_gradient) for param in trained]

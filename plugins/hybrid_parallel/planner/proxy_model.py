@@ -162,7 +162,9 @@ def build_proxy_model(
     Returns:
         The sharded module, its lists of layers by their paths inside of peft's wrapper, and the wrapped model.
     """
-    mesh = build_mesh(1, 1, 1, config.parallel.tp_size, device=device)
+    mesh = build_mesh(
+        1, config.parallel.ep_size, 1, config.parallel.tp_size, device=device, ep_size=config.parallel.ep_size
+    )
     with quiet(), torch.device("meta"):
         model = build()
     try:

@@ -13,6 +13,7 @@ from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.planned_buckets import PlannedBucket, RankParameters
 from plugins.hybrid_parallel.planner.profile import Profile
 from plugins.hybrid_parallel.zero.reducer import IN_FLIGHT, KEPT_BUFFERS
+from shardformer.shard_spec import EXPERTS
 
 
 @dataclass
@@ -55,18 +56,20 @@ def grad_buffer_bytes(held: RankParameters, layout: Layout, device_type: str) ->
         held: the rank's parameters.
         device_type: "cpu" or "cuda".
     """
-    if held.num_shards == 1:
+    buckets = [bucket for bucket in held.buckets if bucket.num_shards > 1]  # of the others, a rank keeps all
+    if not buckets:
         return 0
     zero_stage, num_passes = layout.zero_stage, layout.num_microbatches
-    whole = in_flight = sum(bucket.grad_bytes for bucket in held.buckets)
-    if device_type == "cpu" and held.buckets:
+    in_flight = sum(bucket.grad_bytes for bucket in buckets)
+    if device_type == "cpu":
         waits = layout.pp_size == layout.cp_size == 1
-        pool = _Pool([bucket.grad_bytes for bucket in held.buckets], layout.config.zero.bucket_bytes(device_type))
-        in_flight = _in_flight(held.buckets, pool, waits and (zero_stage >= 2 or num_passes == 1))
+        pool = _Pool([bucket.grad_bytes for bucket in buckets], layout.config.zero.bucket_bytes(device_type))
+        in_flight = _in_flight(buckets, pool, waits and (zero_stage >= 2 or num_passes == 1))
         # Ranks that do not own the copies of a parameter have a bucket of their own for them.
         in_flight += pool.written(pool.unit) if layout.tp_size > 1 else 0
     # From the second pass on, its reduced shards are there in addition to the sum of those before.
-    return in_flight + (whole // held.num_shards if zero_stage >= 2 and num_passes > 1 else 0)
+    summands = sum(bucket.grad_bytes // bucket.num_shards for bucket in buckets)
+    return in_flight + (summands if zero_stage >= 2 and num_passes > 1 else 0)
 
 
 def _in_flight(buckets: Sequence[PlannedBucket], pool: _Pool, reduces_early: bool) -> int:
@@ -147,12 +150,12 @@ def static_of(held: RankParameters, profile: Profile, config: HybridParallelConf
         profile: the profile for the layout's tensor-parallel size.
         replica: position of the rank among the data-parallel times context-parallel ranks.
     """
-    num_shards = held.num_shards
-    index = replica % num_shards  # neighbours share the states
-    parameters = held.frozen_whole + sum(size // num_shards for size in held.frozen_units.values())
+    parameters = held.frozen_whole + sum(bucket.shard * bucket.itemsize for bucket in held.frozen_units)
     masters = gradients = states = 0
     for bucket in held.buckets:
-        shard, itemsize = bucket.size // num_shards, bucket.itemsize
+        shard, itemsize = bucket.shard, bucket.itemsize
+        # Neighbours share the states: of experts, the neighbours that have the same ones.
+        index = replica // (config.parallel.ep_size if bucket.axis == EXPERTS else 1) % bucket.num_shards
         grad_itemsize = max(itemsize, 4)
         has_masters = config.mixed_precision.master_weights and grad_itemsize != itemsize
         ranges = [
@@ -186,24 +189,19 @@ class RankStates:
     @cached_property
     def gathered(self) -> int:
         """Bytes of the parameters that are whole at once under ZeRO stage 3: those of neighbouring units."""
-        units, count = list(self.held.units.values()), _UNITS_AT_ONCE[self.device_type]
+        units, count = list(self.held.units().values()), _UNITS_AT_ONCE[self.device_type]
         return max((sum(units[start : start + count]) for start in range(len(units))), default=0)
-
-    @cached_property
-    def gathered_bytes(self) -> int:
-        """Bytes of all parameters that a pass gathers."""
-        return sum(self.held.units.values())
 
     @cached_property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shards of these parameters."""
-        return self.gathered_bytes // self.held.num_shards
+        return sum(self.held.unit_shards().values())
 
     @cached_property
     def shard_in_use(self) -> int:
         """Bytes of a shard of parameters in a file that is in memory while a CPU gathers them."""
         is_in_file = self.device_type == "cpu" and self.layout.offload_parameters is not None
-        return max(self.held.units.values(), default=0) // self.held.num_shards if is_in_file else 0
+        return max(self.held.unit_shards().values(), default=0) if is_in_file else 0
 
     @cached_property
     def gradients(self) -> int:
@@ -217,11 +215,10 @@ class RankStates:
         On a CPU it updates one piece after the other, with two tensors of its size. On a GPU its multi-tensor form has
         one tensor for every piece at once.
         """
-        shards = self.held.num_shards
         if self.device_type != "cpu":
-            return sum(bucket.size for bucket in self.held.buckets) // shards * 4
+            return sum(bucket.shard for bucket in self.held.buckets) * 4
         largest = (
-            min(each.param.size, bucket.size // shards) * max(each.param.itemsize, 4)
+            min(each.param.size, bucket.shard) * max(each.param.itemsize, 4)
             for bucket in self.held.buckets
             for each in bucket.members
         )
@@ -230,7 +227,7 @@ class RankStates:
     @cached_property
     def largest_bucket(self) -> int:
         """Bytes of gradients, masters and states of the bucket that has most of them on this rank."""
-        elements = max((bucket.size for bucket in self.held.buckets), default=0) // self.held.num_shards
+        elements = max((bucket.shard for bucket in self.held.buckets), default=0)
         sixteen_bit = any(bucket.itemsize < 4 for bucket in self.held.buckets)
         return elements * (16 if sixteen_bit and self.layout.config.mixed_precision.master_weights else 12)
 

@@ -25,6 +25,7 @@ class Space:
     num_layers: int  # number of layers, which limits the number of pipeline stages
     largest_tp: int = 8  # maximum tensor-parallel size; usually the number of devices of a node
     cp_sizes: tuple[int, ...] = (1,)  # context-parallel sizes
+    ep_sizes: tuple[int, ...] = (1,)  # expert-parallel sizes
     # pairs (pipeline schedule, stages per rank)
     styles: tuple[tuple[str, int], ...] = (
         ("1f1b", 1),
@@ -47,27 +48,31 @@ class Space:
             dp_size = self.world_size // (tp_size * pp_size * cp_size)
             if self.global_batch % dp_size:
                 continue
-            share = self.global_batch // dp_size
-            for style, chunks in self._styles(pp_size):
-                for rows in self._rows(share):
-                    for sequence in (False, True) if tp_size > 1 else (False,):
-                        for recomputation in RECOMPUTATIONS:
-                            for zero_stage, zero_size in self._sharing(tp_size, dp_size * cp_size):
-                                yield Layout(
-                                    dp_size=dp_size,
-                                    tp_size=tp_size,
-                                    pp_size=pp_size,
-                                    cp_size=cp_size,
-                                    sequence=sequence,
-                                    pp_style=style,
-                                    num_chunks=chunks,
-                                    rows=rows,
-                                    num_microbatches=share // rows,
-                                    recomputation=recomputation,
-                                    zero_stage=zero_stage,
-                                    zero_size=zero_size,
-                                    precision=self.precision,
-                                )
+            share, replicas = self.global_batch // dp_size, dp_size * cp_size
+            for (style, chunks), rows, sequence, recomputation, ep_size, (zero_stage, zero_size) in product(
+                self._styles(pp_size),
+                self._rows(share),
+                (False, True) if tp_size > 1 else (False,),
+                RECOMPUTATIONS,
+                [size for size in self.ep_sizes if replicas % size == 0],
+                list(self._sharing(tp_size, replicas)),
+            ):
+                yield Layout(
+                    dp_size=dp_size,
+                    tp_size=tp_size,
+                    pp_size=pp_size,
+                    cp_size=cp_size,
+                    ep_size=ep_size,
+                    sequence=sequence,
+                    pp_style=style,
+                    num_chunks=chunks,
+                    rows=rows,
+                    num_microbatches=share // rows,
+                    recomputation=recomputation,
+                    zero_stage=zero_stage,
+                    zero_size=zero_size,
+                    precision=self.precision,
+                )
 
     def offloaded(self) -> Iterator[Layout]:
         """Iterate over all layouts with offload of one or more kinds; none without a place."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.proxy_model import LayerList, layer_lists, name_in_skeleton, quiet
 from plugins.hybrid_parallel.zero.stage3 import owners_of
 from shardformer import PipelineStageManager, Policy, ShardConfig
+from shardformer.expert_parallel.experts import expert_modules, num_experts
 from shardformer.peft import adapters_detached, model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.sharder import ModelSharder
@@ -94,6 +96,12 @@ class ModelMap:
         """
         is_shared = self.policy is not None and reason_against_sharing(self.model, self.policy) is None
         return is_shared and not mixers_of_layers(self.model, self.policy)
+
+    @cached_property
+    def ep_sizes(self) -> list[int]:
+        """Numbers of ranks that may share the experts: those that divide their number in every layer."""
+        common = gcd(*(num_experts(experts) for _, experts in expert_modules(self.model)))
+        return [size for size in range(1, max(common, 1) + 1) if common % size == 0] if self.policy else [1]
 
     @cached_property
     def lists(self) -> list[LayerList]:

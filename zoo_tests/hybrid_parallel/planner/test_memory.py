@@ -6,7 +6,7 @@ What breaks here first: what a layer saves for its backward pass, or which layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from shardformer.quantised import stored_tensors
 from shardformer.utils.untraced import SavedResults
 from zoo_tests.campaigns.memory_budgets import cases, train
 from zoo_tests.harness.case import Case, Recipe
+from zoo_tests.harness.case import Layout as LayoutOfRanks
 from zoo_tests.harness.measured_memory import memory_of, static_memory
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.train_sharded import boost
@@ -41,7 +42,7 @@ _HERE = PRESETS["A100"]
 def _case(family: str, layout: str, **options: Any) -> Case:
     recipe = Recipe(
         family=family,
-        head=HEADS.get(family, "generation"),
+        head=HEADS.get(family, "causal_lm" if family in ("mixtral", "qwen3_moe") else "generation"),
         optimizer="adamw",
         precision=options.get("precision", "fp32"),
         adapters=options.pop("adapters", ()),
@@ -50,19 +51,25 @@ def _case(family: str, layout: str, **options: Any) -> Case:
     return Case(recipe=recipe, layout=layout, zero_stage=zero_stage, options=tuple(options.items()))
 
 
+def _shards(config: HybridParallelConfig, replicas: int) -> Mapping[str, int]:
+    zero, ep_size = config.zero, config.parallel.ep_size
+    return Layout(replicas, 1, 1, ep_size=ep_size, zero_stage=zero.zero_stage, zero_size=zero.zero_size).shards
+
+
 def _check_states(case: Case) -> None:
     """Of the first tensor-parallel rank of each place: the others have no more."""
     config = HybridParallelConfig.from_options(**{**case.plugin_options, "dp_size": None})
     world_size, precision = case.sizes.world_size, config.mixed_precision.precision
     pp_size, dp_size, cp_size, tp_size = config.parallel.mesh_shape(world_size)
     replicas = dp_size * cp_size
-    profile = Profiler(case.recipe.model, _LENGTH, _HERE, precision).profile(tp_size, False)
-    stages = ModelMap(case.recipe.model).stages(pp_size * config.chunks_per_rank)
+    planned = Predictor(ModelMap(case.recipe.model), Profiler(case.recipe.model, _LENGTH, _HERE, precision))
+    profile = planned.profile(tp_size, False, config.parallel.ep_size)
+    stages = planned.model.stages(pp_size * config.chunks_per_rank)
+    shards = _shards(config, replicas)
     for rank in range(0, world_size, tp_size):
         place, replica = divmod(rank // tp_size, replicas)
         own = config.schedule.stages_of(place, pp_size, config.chunks_per_rank)
-        num_shards = config.zero.num_shards(replicas)
-        held = plan_buckets({stage: stages[stage] for stage in own}, profile, config, num_shards, "cpu")
+        held = plan_buckets({stage: stages[stage] for stage in own}, profile, config, shards, "cpu")
         counted = static_of(held, profile, config, replica)
         built = static_memory(case.recipe.model, config, world_size, rank)
         names = ("parameters", "masters", "gradients", "states")
@@ -90,6 +97,10 @@ _FURTHER = (
     ("bert", "tp2dp2", {"precision": "fp16", "zero_stage": 0}),
     ("gpt2", "dp4", {**_BF16, "master_weights": False}),
     ("bert", "pp4", {"zero_bucket_size_in_mb": 0.01}),
+    ("mixtral", "dp2", {"ep_size": 2}),
+    ("mixtral", "cp2dp2", {"ep_size": 2, "zero_stage": 2}),
+    ("qwen3_moe", "dp4", {**_BF16, "ep_size": 2, "zero_stage": 3}),
+    ("mixtral", "pp2dp2", {"ep_size": 2, "zero_stage": 3, "adapters": ("q_proj",)}),
 )
 
 
@@ -97,6 +108,7 @@ _FURTHER = (
     ("family", "layout", "options"),
     [
         ("llama", "tp2dp2", {**_BF16, "zero_stage": 3}),
+        ("mixtral", "tp2dp2", {**_BF16, "ep_size": 2, "zero_stage": 3}),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in _FURTHER),
     ],
 )
@@ -120,7 +132,7 @@ def test_counted_states_within_groups_of_replicas() -> None:
     profile = Profiler(case.recipe.model, _LENGTH, _HERE, "fp32").profile(1, False)
     config = HybridParallelConfig.from_options(**case.plugin_options)
     stages = dict(enumerate(ModelMap(case.recipe.model).stages(1)))
-    held = plan_buckets(stages, profile, config, config.zero.num_shards(4), "cpu")
+    held = plan_buckets(stages, profile, config, _shards(config, 4), "cpu")
     counted = [static_of(held, profile, config, replica) for replica in range(4)]
     assert [replace(each, buffers=0) for each in counted] == [
         replace(each, buffers=0) for each in run_on_ranks(4, _states_of_rank, case)
@@ -196,23 +208,26 @@ def _saved(case: Case) -> int:
         pytest.param("llama", "tp2", False, 0.5, marks=pytest.mark.slow),
         pytest.param("llama", "tp2pp2", True, None, marks=pytest.mark.slow),
         pytest.param("t5", "tp2pp2", False, None, marks=pytest.mark.slow),
+        pytest.param("mixtral", "dp2", False, None, marks=pytest.mark.slow),
+        pytest.param("mixtral", "tp2dp2", False, None, marks=pytest.mark.slow),
     ],
 )
 def test_activations_are_those_that_torch_saves(
     family: str, layout: str, sequence: bool, recomputation: str | float | None
 ) -> None:
     options = {"num_microbatches": 1, "enable_sequence_parallelism": sequence, "gradient_checkpointing": recomputation}
-    case = _case(family, layout, **options)
-    sizes = case.sizes
+    sizes = LayoutOfRanks.named(layout)
+    case = _case(family, layout, **options, ep_size=sizes.dp_size)
     measured = run_on_ranks(sizes.world_size, _saved, case)
     predictor = Predictor(
         ModelMap(case.recipe.model), Profiler(case.recipe.model, _LENGTH, _HERE, case.recipe.precision)
     )
     planned = Layout(
-        dp_size=1,
+        dp_size=sizes.dp_size,
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,
         cp_size=sizes.cp_size,
+        ep_size=sizes.dp_size,
         sequence=sequence,
         rows=_ROWS,
         recomputation=recomputation,

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.simulate import simulate
 from plugins.hybrid_parallel.planner.costs import TooLarge
@@ -241,6 +241,34 @@ def test_bars(tmp_path: Path) -> None:
     plan = search(_predictor(4), Space(2, 4, "bf16", num_layers=4), count=2)
     draw(plan, PRESETS["A100"], tmp_path / "plan.png", "a plan", 4)
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_experts_that_do_not_fit_on_a_rank_are_shared() -> None:
+    config = MixtralConfig(
+        hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000, num_local_experts=8,
+    )  # fmt: skip
+    build = partial(MixtralForCausalLM, config)
+    model = ModelMap(build)
+    predictor = Predictor(model, Profiler(build, _LENGTH, PRESETS["A100"], "bf16"))
+    alone = predictor.predict(Layout(8, 1, 1))
+    shared = predictor.predict(Layout(8, 1, 1, ep_size=4))
+    experts = 2 * 8 * 3 * 128 * 512  # of all layers
+    assert alone.memory.parameters - shared.memory.parameters == pytest.approx(2 * experts * 3 / 4, rel=1e-3)
+    # Two replicas have each expert in place of eight: a rank still has an eighth of all states.
+    assert shared.memory.optimizer == pytest.approx(alone.memory.optimizer, rel=1e-3)
+    # [tokens, k, hidden] in bf16, there and back, in both passes; and the numbers of rows.
+    rows, link = _LENGTH * 2 * 128 * 2.0, PRESETS["A100"].inside
+    sent = 4 * link.collective("all_to_all", rows, 4) + 3 * link.latency
+    assert shared.seconds.comm - alone.seconds.comm == pytest.approx(2 * sent)
+    assert shared.model_flops == alone.model_flops
+
+    space = Space(8, 8, "bf16", 2, largest_tp=1, ep_sizes=tuple(model.ep_sizes), zero_stages=(1,), rows=(1,))
+    small = predictor.within(0.9 * alone.memory.needed)
+    best = search(small, replace(space, styles=())).ranked[0].layout
+    assert model.ep_sizes == [1, 2, 4, 8] and best.ep_size > 1
+    assert HybridParallelConfig.from_options(**best.options()).parallel.ep_size == best.ep_size
+    assert f"ep{best.ep_size}" in str(best) and best.description()["ep_size"] == best.ep_size
 
 
 def test_lengths_beyond_the_model_are_refused_in_one_sentence() -> None:
