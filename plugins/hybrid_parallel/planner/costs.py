@@ -155,19 +155,20 @@ class StageCost:
         return StageCost(cost, output, seconds, largest, sum(each.saved * count for each, count in gaps))
 
 
-def shared_over(cost: PartCost, cp_size: int, link: Link, gathered: float) -> PartCost:
+def shared_over(share: PartCost, cp_size: int, link: Link, gathered: float) -> PartCost:
     """Return the cost of a part whose sequence is sharded over `cp_size` context-parallel ranks.
 
     Each rank attends to the whole sequence, so both passes all-gather the keys and values. On a ring, a forward pass
     holds two blocks of them, the present one and the next; a backward pass also holds three blocks of their gradients.
 
     Args:
+        share: the cost for a rank's share of the tokens.
         gathered: size of the keys and values relative to the hidden state.
     """
     if cp_size == 1:
-        return cost
-    share = PartCost().mixed(cost, 1 / cp_size)
-    seconds, block = link.collective("all_gather", gathered * cost.output, cp_size), gathered * share.output
+        return share
+    block = gathered * share.output
+    seconds = link.collective("all_gather", cp_size * block, cp_size)
     return replace(
         share,
         forward_talk=share.forward_talk + seconds,

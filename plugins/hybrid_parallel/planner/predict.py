@@ -291,7 +291,8 @@ class Predictor:
         """Return the cost of each part on one rank, for one micro-batch of the layout."""
         key = (layout.tp_size, layout.cp_size, layout.ep_size, layout.sequence, layout.rows)
         if key not in self._parts:
-            parts = self.profile(layout.tp_size, layout.sequence).at(layout.rows)
+            # Queries of a share meet all keys, as in that share of the samples.
+            parts = self.profile(layout.tp_size, layout.sequence).at(layout.rows / layout.cp_size)
             link = self.device.ring(layout.cp_size, layout.tp_size)
             gathered = self._keys_and_values(layout)
             shared = {part: shared_over(cost, layout.cp_size, link, gathered) for part, cost in parts.items()}

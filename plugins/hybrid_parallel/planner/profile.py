@@ -134,7 +134,7 @@ class Profile:
     parameters: Mapping[str, LocalParameter]  # name in the pruned model -> shard that this rank holds
     buffer_bytes: int  # bytes of the buffers of the pruned model
 
-    def at(self, rows: int) -> dict[Part, PartCost]:
+    def at(self, rows: float) -> dict[Part, PartCost]:
         """Return the costs for micro-batches of `rows` samples."""
         (few, many), (one, two) = self.rows, self.costs
         return {part: one[part].mixed(two[part], (rows - few) / (many - few)) for part in one}

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -125,9 +126,12 @@ def _shorten_config(model: nn.Module, count: int, keep: Sequence[int]) -> None:
         for key in _COUNTS:
             if vars(module).get(key) == count:
                 setattr(module, key, len(keep))
-    configs = {
-        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
-    }
+    copied: dict[int, Any] = {}  # the user's own configuration may build further models
+    configs = {}
+    for module in model.modules():
+        if vars(module).get("config") is not None:
+            module.config = deepcopy(module.config, copied)
+            configs[id(module.config)] = module.config
     for config in configs.values():
         for key, value in list(vars(config).items()):
             if isinstance(value, list | tuple) and len(value) == count and count > 1:

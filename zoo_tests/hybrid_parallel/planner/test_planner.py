@@ -195,6 +195,19 @@ def test_replicas_share_optimizer_and_work() -> None:
     assert four.model_flops == pytest.approx(one.model_flops, rel=1e-6)
 
 
+def test_looking_at_a_model_leaves_its_configuration_alone() -> None:
+    build = _build()
+    before = build.args[0].to_dict()
+    Profiler(build, _LENGTH, PRESETS["A100"], "bf16").profile(1, False)
+    assert build.args[0].to_dict() == before and build().model.config is build.args[0]
+
+
+def test_sharing_sequences_computes_no_less_than_replicas() -> None:
+    predictor = _predictor()
+    replicas, context = (predictor.predict(layout).seconds for layout in (Layout(4, 1, 1), Layout(2, 1, 1, 2, rows=2)))
+    assert context.compute == pytest.approx(replicas.compute) and context.comm > replicas.comm == 0
+
+
 def test_measured_parts_take_the_place_of_worked_out_ones() -> None:
     times = PartTimes(forward=1.0, backward=2.0)
     names = [("gap", 0), ("gap", 1), ("layer", 0, 0), ("layer", 0, 1), ("layer", 0, 2)]
