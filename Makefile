@@ -67,8 +67,8 @@ test-newest:
 ON_CUDA := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --device simcuda -m "not slow" --numprocesses $(WORKERS)
 
 # Of the tests beside plain training, those of what a device can get wrong; the others repeat them for other models.
-CUDA_PARITY := adapters context_parallel deferred_logits dropout expert_parallel features out_of_vocabulary parity \
-	plain_loops precision schedules sequence_modes
+CUDA_PARITY := adapters context_parallel deferred_logits dropout expert_parallel features out_of_vocabulary plain_loops \
+	precision schedules sequence_modes
 
 test-cuda: setup
 	$(ON_CUDA) zoo_tests/simcuda $(CUDA_PARITY:%=zoo_tests/parity/test_%.py) $(ARGS)

@@ -1,8 +1,8 @@
-"""Which of the slow tests `--sample` runs: another sixteenth of them at each commit, and in four all functions.
+"""Which of the slow tests `--sample` runs: another one of 32 parts of them at each commit, and in eight all functions.
 
-Functions that only have long cases wait for the commit that has them in its sixteenth: a run of CI has 15 minutes.
-The seed is the number of commits up to this one, so that any sixteen consecutive commits run all tests. The header of a
-run says it, and `--sample-seed` repeats the sample.
+Functions that only have long cases wait for the commit that has them in its part: a run of CI has 10 minutes. The seed
+is the number of commits up to this one, so that any 32 consecutive commits run all tests. The header of a run says it,
+and `--sample-seed` repeats the sample.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from zoo_tests.harness.long_tests import function_of
 
-SHARES = 16
-TURNS = 4  # consecutive commits, of which one runs a function that has no case in its share
+SHARES = 32
+TURNS = 8  # consecutive commits, of which one runs a function that has no case in its share
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 

@@ -5,6 +5,7 @@ What is not here runs on the device by other tests: `make test-cuda` names them.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -170,3 +171,10 @@ def test_checkpoint_of_another_layout(source: str, tmp_path: Path) -> None:
 def test_auto_accelerate(strategy: Any) -> None:
     for losses, _, _ in run_on_ranks(2, auto._train, strategy, device="simcuda"):
         assert losses == pytest.approx(auto._plain(), rel=1e-5)
+
+
+def test_auto_accelerate_finds_a_strategy(tmp_path: Path) -> None:
+    run_on_ranks(2, auto._search, tmp_path, device="simcuda")
+    losses, best, found = json.loads((tmp_path / "0.json").read_text())
+    assert losses == pytest.approx(auto._plain(), rel=1e-5)
+    assert best in [row["options"] for row in found["tried"] if row["measured"] is not None]
