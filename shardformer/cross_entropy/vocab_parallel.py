@@ -191,7 +191,10 @@ def _scores(
     sums = dict(zip(sums, joined if group is None else reduce_from_region(joined, group), strict=True))
     log_total = sums["total"].log()
     values = {
-        "log_probs": lambda: sums["at_label"] - log_total,
+        # Of whole logits, the bits of torch's log_softmax.
+        "log_probs": lambda: (
+            numbers.log_softmax(-1).gather(1, local)[:, 0] if group is None else sums["at_label"] - log_total
+        ),
         "entropy": lambda: log_total - sums["weighted"] / sums["total"],
         "log_sum_sq_probs": lambda: (sums["squares"].log() - 2 * log_total).detach(),
         "mean_logits": lambda: (sums["logits"] / sums["columns"]).detach(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +25,18 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
+from plugins.hybrid_parallel.reproducible.batch_invariance import BatchInvariant
 from plugins.hybrid_parallel.reproducible.reducer import ExactBucket, ExactReducer
 from plugins.hybrid_parallel.reproducible.units import Units, UnitStream
 from plugins.hybrid_parallel.zero.bucket_parameter import give_gradient
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 from shardformer.distributed.process_groups import world_group
+from shardformer.peft import model_inside
 from shardformer.utils.module_paths import alias_parameters
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+    from plugins.hybrid_parallel.step.passes import Pass
 
 _logger = get_logger(__name__)
 
@@ -70,6 +74,38 @@ class Reproducible(Feature):
                 modules += runtime.module.named_modules(remove_duplicate=False)
         separate_uses(modules)
         runtime.register_microbatch_hook(model.units.stream.begin_unit)
+        model.around_passes.append(partial(_of_each_token, model))
+        takes_positions = "position_ids" in getattr(model.options.signature, "parameters", ())
+        model.units.counts_positions = lambda: takes_positions and model.losses.scores is not None
+
+
+def _of_each_token(model: HybridParallelModel, this: Pass) -> AbstractContextManager[Any]:
+    """Let passes that generate, and those that score tokens, give each token the same bits.
+
+    Raises:
+        ConfigurationError: if tokens are scored by a model whose attention chooses its own order of sums.
+    """
+    scores = model.losses.scores is not None
+    if not this.generates and not scores:
+        return nullcontext()
+    problem = _not_invariant(model.unwrap())
+    if problem and scores:
+        raise ConfigurationError(
+            f"log-probabilities under reproducible=True equal those of generate(), bit by bit, and {problem}; use "
+            "attn_implementation='sdpa' and a model of attention, or reproducible=False"
+        )
+    return nullcontext() if problem else BatchInvariant()
+
+
+def _not_invariant(model: nn.Module) -> str:
+    """Return why a token's bits would depend on other tokens; empty if they do not."""
+    inside = model_inside(model)
+    if getattr(inside, "_is_stateful", False):
+        return f"{type(inside).__name__} keeps a state of all tokens, which it computes in chunks"
+    config = getattr(inside, "config", None)
+    found = getattr(config and config.get_text_config(), "_attn_implementation", None)
+    kernel = getattr(found, "kernel", found)
+    return "" if kernel == "sdpa" else f"attn_implementation={kernel!r} adds up keys in an order of its own"
 
 
 def check_reproducible(

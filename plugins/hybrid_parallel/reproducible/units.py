@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -133,7 +133,12 @@ class Units:
         size: samples of a unit.
         mesh: the grid of ranks.
         stream: draws the random numbers of the units.
+
+    Attributes:
+        counts_positions: whether positions are counted from the first token that is no padding, as `generate` does.
     """
+
+    counts_positions: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, size: int, mesh: HybridMesh, stream: UnitStream) -> None:
         self.size, self._mesh, self.stream = size, mesh, stream
@@ -184,6 +189,7 @@ class Units:
             rows: number of its samples.
             tokens: of images and sounds, see `media_tokens`.
         """
+        batch = _with_positions(batch) if rows and self.counts_positions() else batch
         units = split_batch(batch, rows // self.size, tokens=tokens, rows=rows) if rows else []
         return [{name: _copied(value) for name, value in unit.items()} for unit in units]
 
@@ -198,3 +204,12 @@ class Units:
 def _copied(value: Any) -> Any:
     is_values = isinstance(value, Tensor) and value.is_floating_point()
     return value.clone(memory_format=torch.contiguous_format) if is_values else value
+
+
+def _with_positions(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a batch of texts with positions, if there is padding in front of a text and they are not given."""
+    mask = batch.get("attention_mask")
+    is_text = not any(isinstance(each, Tensor) and each.is_floating_point() for each in batch.values())
+    if "position_ids" in batch or not is_text or mask is None or mask.dim() != 2 or bool(mask[:, 0].all()):
+        return batch
+    return {**batch, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}

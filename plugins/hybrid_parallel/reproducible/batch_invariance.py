@@ -1,0 +1,220 @@
+"""Batch-invariant operations: what a token gets depends on the tokens before it in its text, and on nothing else.
+
+Kernels choose how to round by the shape of their input, so that a token that is decoded alone, over a cache, gets other
+bits than in a row of training. Here each operation that adds up values runs on tiles of one shape. Rows of a product
+are computed `TILE` at a time, and attention adds up `TILE` keys at a time, counted from the first key that a query
+sees. A tile that is not full is filled with zeros, which add nothing.
+
+In training, a value comes from the tiles and its gradient from torch's own operation on the same input.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardformer.distributed.blocks import BlockedTensor
+
+TILE = 32  # rows of a product, or keys
+_QUERIES = 4 * TILE  # in memory at a time
+_LANES = 64  # elements: kernels compute what is left of them with other instructions
+_ALIGNMENT = 64  # bytes
+
+
+class BatchInvariant(TorchFunctionMode):
+    """Replace operations by batch-invariant ones inside of this context."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run the rule of `func`, once for each block of a tensor-parallel region."""
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is None:
+            return func(*args, **kwargs)
+        run = functools.partial(_with_gradient, func, rule)
+        if any(issubclass(each, BlockedTensor) for each in types):
+            return BlockedTensor.__torch_function__(run, types, args, kwargs)
+        return run(*args, **kwargs)
+
+
+class _Valued(torch.autograd.Function):
+    """The value of one tensor, with the gradient of another."""
+
+    @staticmethod
+    def forward(ctx: Any, differentiable: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _with_gradient(func: Callable, rule: Callable, *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        value = rule(func, *args, **kwargs)
+    if value is NotImplemented:
+        return func(*args, **kwargs)
+    if not torch.is_grad_enabled():
+        return value
+    differentiable = func(*args, **kwargs)
+    return _Valued.apply(differentiable, value) if differentiable.requires_grad else value
+
+
+# ----- products -----
+
+_ROWS: dict[tuple, int] = {}  # operands of a product -> rows of its tiles
+
+
+def _product(func: Callable[[Tensor, Tensor], Tensor], x: Tensor, other: Tensor) -> Tensor:
+    """Return `func(x, other)` by tiles of rows.
+
+    Args:
+        x: [..., rows, features].
+    """
+    count, key = x.shape[-2], (x.shape[:-2], x.shape[-1], other.shape, other.stride(), x.dtype, x.device)
+    if count == 0:
+        return func(x, other)
+    if key not in _ROWS:
+        _ROWS[key] = TILE if _rows_agree(func, x, other) else 1
+    rows = _ROWS[key]
+    tiles = F.pad(x, (0, 0, 0, -count % rows)).split(rows, -2)
+    return torch.cat([func(_aligned(tile), other) for tile in tiles], -2).narrow(-2, 0, count)
+
+
+def _rows_agree(func: Callable[[Tensor, Tensor], Tensor], x: Tensor, other: Tensor) -> bool:
+    """Return whether each row of a tile is computed in one way, whatever its place."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    row = torch.randn(*x.shape[:-2], 1, x.shape[-1], generator=generator, device=x.device).to(x.dtype)
+    found = func(row.expand(*x.shape[:-2], TILE, -1).contiguous(), other)
+    return bool((found == found[..., :1, :]).all())
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x
+
+
+def _linear(func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    found = _product(lambda tile, other: func(tile, other, bias), input.reshape(-1, input.shape[-1]), weight)
+    return found.view(*input.shape[:-1], -1)
+
+
+def _addmm(func: Callable, input: Tensor, mat1: Tensor, mat2: Tensor, **factors: Any) -> Tensor:
+    return _product(lambda tile, other: func(input, tile, other, **factors), mat1, mat2)
+
+
+def _matmul(func: Callable, input: Tensor, other: Tensor) -> Tensor:
+    if input.dim() < 2 or other.dim() < 2 or input.shape[-1] == 1:  # nothing to add up
+        return NotImplemented
+    if other.dim() > 2:
+        return _product(func, input, other)
+    return _product(func, input.reshape(-1, input.shape[-1]), other).view(*input.shape[:-1], -1)
+
+
+def _grouped_mm(func: Callable, input: Tensor, weight: Tensor, *, offs: Tensor, **options: Any) -> Tensor:
+    ends = [0, *offs.tolist()]
+    parts = [
+        _product(torch.mm, input[start:end], each)
+        for (start, end), each in zip(itertools.pairwise(ends), weight, strict=True)
+    ]
+    return F.pad(torch.cat(parts), (0, 0, 0, len(input) - ends[-1]))
+
+
+# ----- functions of each element -----
+
+
+def _elementwise(func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not input.is_floating_point():
+        return NotImplemented
+    flat = input.reshape(-1)
+    return func(F.pad(flat, (0, -len(flat) % _LANES)), *args, **kwargs)[: len(flat)].view(input.shape)
+
+
+# ----- attention -----
+
+
+def _attention(
+    func: Callable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return attention in fp32, rounded once: of each row, by groups of queries that see the same first key.
+
+    Args:
+        query, key, value: [batch, heads, queries or keys, features].
+        attn_mask: [batch or 1, heads or 1, queries, keys]: what is visible, or what is added to the scores.
+    """
+    if dropout_p > 0 or query.dim() != 4:
+        return NotImplemented
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1).float() for each in (key, value))
+    value = F.pad(value, (0, 1), value=1.0)  # the last column adds up the weights
+    scaled = query.float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    mask = scaled.new_zeros(1, 1, query.shape[2], key.shape[2]) if attn_mask is None else attn_mask
+    if is_causal:
+        mask = mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(1), -torch.inf)
+    if not mask.is_floating_point():
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
+    mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf).float()
+    found = query.new_zeros(*query.shape[:3], value.shape[-1] - 1)
+    for row in range(len(query)):
+        bias = mask[row % len(mask)]
+        for queries, keys in _groups((bias > -torch.inf).any(0)):
+            parts = scaled[row, :, queries], key[row, :, keys], value[row, :, keys], bias[:, queries, keys]
+            found[row, :, queries] = _of_group(*parts).to(query.dtype)
+    return found
+
+
+def _groups(visible: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield some queries that see the same first key, and the keys from there to the last that one of them sees.
+
+    Args:
+        visible: [queries, keys].
+    """
+    places, length = visible.to(torch.uint8), visible.shape[1]
+    first = torch.where(visible.any(1), places.argmax(1), length).tolist()
+    ends = (length - places.flip(1).argmax(1)).tolist()
+    for start, group in itertools.groupby(range(len(first)), first.__getitem__):
+        queries = list(group) if start < length else []
+        for some in (queries[index : index + _QUERIES] for index in range(0, len(queries), _QUERIES)):
+            yield slice(some[0], some[-1] + 1), slice(start, max(ends[some[0] : some[-1] + 1]))
+
+
+def _of_group(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    """Return attention of queries that see the same first key, [heads, queries, features].
+
+    Args:
+        query, key, value: [heads, queries or keys, features]; queries are scaled, the last column of values is 1.
+        bias: [heads or 1, queries, keys], -inf for keys that a query does not see.
+    """
+    missing = -key.shape[1] % TILE
+    key, value = (F.pad(each, (0, 0, 0, missing)).split(TILE, 1) for each in (key, value))
+    scores = torch.cat([_product(torch.matmul, query, _aligned(each).transpose(1, 2)) for each in key], -1)
+    scores = scores + F.pad(bias, (0, missing), value=-torch.inf)
+    weights = _elementwise(torch.exp, scores - scores.amax(-1, keepdim=True))
+    parts = zip(weights.split(TILE, -1), value, strict=True)
+    total = functools.reduce(torch.add, (_product(torch.matmul, weight, _aligned(each)) for weight, each in parts))
+    return total[..., :-1] / total[..., -1:]
+
+
+_ELEMENTWISE = ("exp", "tanh", "sigmoid", "cos", "sin")
+_RULES: dict[Callable, Callable] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.__matmul__), _matmul),
+    F.grouped_mm: _grouped_mm,
+    F.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((F.silu, F.gelu, F.softplus), _elementwise),
+    **dict.fromkeys((getattr(owner, name) for owner in (torch, Tensor) for name in _ELEMENTWISE), _elementwise),
+}
