@@ -56,7 +56,7 @@ class GatheredLMHead(ColumnParallelLinear):
 @contextmanager
 def parallel_logits(model: nn.Module) -> Iterator[None]:
     """Let the heads of `model` return their own shards of the logits."""
-    heads = remembered(model, _parallel_heads)
+    heads = remembered(model, parallel_heads)
     for head in heads:
         head.gather_output = False
     try:
@@ -95,7 +95,8 @@ class _DeferringParallelHead(nn.Module):
         return defer_logits(LMHeadCall(hidden, self.matrix, self.bias, self.project, self.vocab_range, self.group))
 
 
-def _parallel_heads(model: nn.Module) -> list[VocabParallelLMHead]:
+def parallel_heads(model: nn.Module) -> list[VocabParallelLMHead]:
+    """Return the heads of a model that have a part of the vocabulary."""
     return [module for module in model.modules() if isinstance(module, VocabParallelLMHead)]
 
 
@@ -110,7 +111,7 @@ def _modules_with_heads(model: nn.Module) -> list[nn.Module]:
 
 def _places_of_heads(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """Return where the heads of `model` are: parent, name there, head."""
-    heads = {*_parallel_heads(model), *map(_output_embeddings, _modules_with_heads(model))} - {None}
+    heads = {*parallel_heads(model), *map(_output_embeddings, _modules_with_heads(model))} - {None}
     return [
         (parent, name, child) for parent in model.modules() for name, child in parent._modules.items() if child in heads
     ]

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from shardformer.cross_entropy.deferred_logits import loss_of
 from shardformer.cross_entropy.vocab_parallel import cross_entropy_of_tokens, cross_entropy_sum
 from shardformer.layers.embedding import check_indices
-from shardformer.layers.lm_head import VocabParallelLMHead
+from shardformer.layers.lm_head import parallel_heads
 from shardformer.loss.routers import router_loss_of
 from shardformer.loss.terms import DIVISOR, IGNORE_INDEX, IGNORED, LOSS_KEYWORDS, SHIFTED, Batch, HeadLoss, LossTerm
 from shardformer.utils.source import uses
+from shardformer.utils.structure import remembered
 
 
 def not_ignored(labels: Tensor, _: Batch) -> Tensor:
@@ -34,7 +35,7 @@ def token_sum(model: nn.Module, field: str, outputs: Any, labels: Tensor) -> Ten
         field: name of the logits among the outputs.
     """
     logits = getattr(outputs, field)
-    head = next((m for m in model.modules() if isinstance(m, VocabParallelLMHead)), None)
+    head = next(iter(remembered(model, parallel_heads)), None)
     is_whole = head is None or head.gather_output
     check_indices(labels, logits.shape[-1] if is_whole else head.full_out_features, "label", ignored=IGNORE_INDEX)
     loss = loss_of(logits, labels)

@@ -100,7 +100,10 @@ class Bucket:
         sizes = [param.numel() for param in params]
         self.offsets, size = places_in_bucket(sizes, options.num_shards, options.whole_parameters)
         self._gaps = gaps_between(self.offsets, sizes, size)
+        self._strides = [torch.empty(param.shape, device="meta").stride() for param in params]
         self.shard_size = size // options.num_shards
+        # Whether later steps have their gradients in the same memory of a GPU.
+        self._keeps_views = params[0].is_cuda and options.num_shards == 1 and not options.states.is_offloaded
         dtype, device = params[0].dtype, params[0].device
         self.grad_dtype = torch.promote_types(dtype, torch.float32)
 
@@ -188,17 +191,17 @@ class Bucket:
             self._wait_for_others(index, grad)
             return
         self._provide_flat_grads()
-        view = self._grad_view(index)
         if index in self._lent:
             self._lent.discard(index)
             self.written.add(index)
-            if grad.data_ptr() != view.data_ptr():  # autograd has summed it with other gradients
-                view.copy_(grad)
+            flat = self._flat_grads
+            if grad.data_ptr() != flat.data_ptr() + self.offsets[index] * flat.element_size():
+                self._grad_view(index).copy_(grad)  # autograd has summed it with other gradients
         elif index in self.written:
             self.adds = True
-            view.add_(grad)
+            self._grad_view(index).add_(grad)
         else:
-            view.copy_(grad)
+            self._grad_view(index).copy_(grad)
             self.written.add(index)
 
     def borrow_grad_view(self, index: int) -> tuple[Tensor, bool] | None:
@@ -240,21 +243,17 @@ class Bucket:
 
     def _grad_view(self, index: int) -> Tensor:
         flat = self.flat_grads
-        if not self._keeps_views(flat):
+        if not self._keeps_views:
             return self._view_of(flat, index)
         if self._viewed is not flat:
             self._viewed, self._views = flat, [self._view_of(flat, each) for each in range(len(self.params))]
         return self._views[index]
 
-    def _keeps_views(self, grads: Tensor) -> bool:
-        """Whether later steps have their gradients in the same memory of a GPU."""
-        return grads.is_cuda and self.options.num_shards == 1 and not self.options.states.is_offloaded
-
     def _views_of_pieces(self, grads: Tensor) -> list[Tensor]:
         """Return the gradient of each piece, given the shard of them; the same views in each step if that can be."""
         if self._pieces_viewed is not grads:
             views = [piece.view(grads).view_as(piece.parameter) for piece in self.pieces]
-            if not self._keeps_views(grads):
+            if not self._keeps_views:
                 return views
             self._pieces_viewed, self._piece_views = grads, views
         return self._piece_views
@@ -265,8 +264,10 @@ class Bucket:
         self._views, self._piece_views = list[Tensor](), list[Tensor]()
 
     def _view_of(self, flat: Tensor, index: int) -> Tensor:
-        param, offset = self.params[index], self.offsets[index]
-        return flat[offset : offset + param.numel()].view(param.shape)
+        # One operator, where a slice and its view are two: this runs for each parameter in each pass.
+        return flat.as_strided(
+            self.params[index].shape, self._strides[index], self.offsets[index] + flat.storage_offset()
+        )
 
     # ----- reduction over the data-parallel ranks -----
 
@@ -440,11 +441,12 @@ class Bucket:
         Raises:
             ConfigurationError: if a parameter now has another shape or dtype.
         """
-        for param, offset in () if self.sharded is not None else zip(self.params, self.offsets, strict=True):
-            place = self.flat.data_ptr() + offset * self.flat.element_size()
-            if param.numel() and param.data_ptr() != place:
-                take_back(param, self.flat[offset : offset + param.numel()])
-                self.shard.may_differ = True
+        if self.sharded is None:
+            flat, start, size = self._flat, self._flat.data_ptr(), self._flat.element_size()
+            for param, offset in zip(self.params, self.offsets, strict=True):
+                if param.data_ptr() != start + offset * size and param.numel():
+                    take_back(param, flat[offset : offset + param.numel()])
+                    self.shard.may_differ = True
         self.shard.take_changed_parameters()
 
     def refresh_masters(self) -> None:
