@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -49,3 +51,14 @@ def announce(logger: logging.Logger, line: str) -> None:
         logger.info("%s", line)
     elif not dist.is_initialized() or dist.get_rank() == 0:
         sys.stderr.write(f"{line}\n")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence log messages: transformers logs per configuration, torch per operator that fails on fake tensors."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import distributed as ddp
 
+from booster.logging import quiet
 from plugins.hybrid_parallel.data.microbatch import split_batch, to_device
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
-from plugins.hybrid_parallel.planner.proxy_model import give_memory, quiet
+from plugins.hybrid_parallel.planner.proxy_model import give_memory
 from zoo_tests.cuda_trace.recorder import StepCounts, StepRecorder, record_wait
 from zoo_tests.cuda_trace.steps import CUDA, STEPS, Trace, stand_ins
 from zoo_tests.zoo import FAMILIES

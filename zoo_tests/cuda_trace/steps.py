@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from transformers.utils import import_utils
 
+from booster.logging import quiet
 from plugins.hybrid_parallel.boosted import model as boosted_model
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.boosted.model_api import WholeModel
@@ -21,7 +22,7 @@ from plugins.hybrid_parallel.distributed import mesh as meshes
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.loss.step_loss import CriterionStepLoss
 from plugins.hybrid_parallel.pipeline import p2p
-from plugins.hybrid_parallel.planner.proxy_model import give_memory, quiet
+from plugins.hybrid_parallel.planner.proxy_model import give_memory
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
 from plugins.hybrid_parallel.step import batch as step_batch

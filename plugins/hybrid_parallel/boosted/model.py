@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from plugins.hybrid_parallel.boosted.model_api import ModelApi, WholeModel, method_as_declared
 from plugins.hybrid_parallel.boosted.pretrained import write_whole
-from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
 from plugins.hybrid_parallel.config.parallel import PipelineOptions
 from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch
 from plugins.hybrid_parallel.data.entry_dtypes import cast_inputs, has_floats
@@ -33,7 +32,6 @@ from plugins.hybrid_parallel.loss.step_loss import (
     next_tokens,
 )
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
-from plugins.hybrid_parallel.reproducible.units import Units
 from plugins.hybrid_parallel.step.batch import Batch
 from plugins.hybrid_parallel.step.one_stage import run_one_stage
 from plugins.hybrid_parallel.step.outputs import (
@@ -49,6 +47,9 @@ from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
 from shardformer.distributed.random import SharedStream
 from shardformer.generation import generate_by
 from shardformer.shard_spec import annotate, grad_group_of, parameter_like
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.reproducible.units import Units
 
 
 def copy_module(module: nn.Module, mesh: HybridMesh, memo: dict[int, Any]) -> nn.Module:
@@ -241,6 +242,9 @@ class HybridParallelModel(ModelApi):
         kwargs = self.on_device(kwargs)
         with in_pass(self, Pass(PassKind.GENERATE), [{} if self.options.rows_of(kwargs) == 0 else kwargs]):
             if self.mesh.size("pp") > 1:
+                # Imported here: few jobs generate through a pipeline.
+                from plugins.hybrid_parallel.boosted.stage_generation import generate_through_stages
+
                 return generate_through_stages(self, args, kwargs)
             with failure.guard("model.generate", publishes=False):
                 return self.module.generate(*args, **kwargs)

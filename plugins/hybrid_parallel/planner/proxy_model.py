@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
+from booster.logging import quiet
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.boosted.model_api import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
@@ -262,14 +261,3 @@ def _leaving(listener: PartListener, number: int, kind: int) -> Callable:
         listener.enter(("gap", number + 1))
 
     return leave
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence log messages: transformers logs per configuration, torch per operator that fails on fake tensors."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -17,7 +17,6 @@ from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh, tied_group
 from plugins.hybrid_parallel.features.feature import Feature, Parts, features_of
 from plugins.hybrid_parallel.loss.arithmetic import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
-from plugins.hybrid_parallel.setup.blocks import tensor_group
 from plugins.hybrid_parallel.setup.initial_weights import cast, fill, reader_of, share_initial_weights
 from plugins.hybrid_parallel.setup.input_checks import as_configuration_error, cuts_batch
 from plugins.hybrid_parallel.zero.bucket_layout import Source
@@ -166,7 +165,12 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     """
     parallel, sharding = config.parallel, config.policy
     options = config.options()
-    group = tensor_group(model, config, mesh)
+    group = mesh.group("tp")
+    if config.debugging.reproducible:
+        # Imported here: few jobs are computed in blocks.
+        from plugins.hybrid_parallel.reproducible.blocks import tensor_group
+
+        group = tensor_group(model, config, mesh)
     is_whole = parallel.tp_size == parallel.pp_size == parallel.cp_size == 1 and blocks_of(group) is None
     if is_whole and not _changes_layers(options):
         separate_documents(model_inside(model))

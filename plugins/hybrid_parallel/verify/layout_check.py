@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
+from booster.logging import quiet
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
-from plugins.hybrid_parallel.planner.proxy_model import quiet
 from plugins.hybrid_parallel.verify.compare import Difference, Tolerance, compare
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.module_outputs import OperatorLog, OutputLog

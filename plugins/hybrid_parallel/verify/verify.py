@@ -12,8 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
+from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.setup.input_checks import cuts_batch, refuse_mixed_samples
+from plugins.hybrid_parallel.setup.model import shard_model
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdict, compare
 from plugins.hybrid_parallel.verify.random_batch import takes_labels
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
@@ -121,9 +123,6 @@ def refuse_what_cannot_be_cut(
     config: Any, model_class: type[nn.Module], layout: HybridParallelConfig, world_size: int
 ) -> None:
     """Check that the full-size model, not its tiny model, can be sharded, by sharding it on the meta device."""
-    from plugins.hybrid_parallel.distributed.mesh import build_mesh
-    from plugins.hybrid_parallel.setup.model import shard_model
-
     with fake_rank(0, world_size):
         mesh = build_mesh(*layout.parallel.mesh_shape(world_size), ep_size=layout.parallel.ep_size)
         try:

@@ -21,8 +21,6 @@ def tensor_group(model: nn.Module, config: HybridParallelConfig, mesh: HybridMes
     Raises:
         ConfigurationError: if the model cannot be computed in the blocks that are asked for, or that `tp_size` needs.
     """
-    if not config.debugging.reproducible:
-        return mesh.group("tp")
     count = _num_blocks(model, config)
     sequence_count = _num_sequence_blocks(model, config, count)
     return mesh.group("tp") if count == 1 else block_group(mesh, count, separate_use, sequence_count)
