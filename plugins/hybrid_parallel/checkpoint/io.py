@@ -30,7 +30,6 @@ from plugins.hybrid_parallel.checkpoint.model_files.save import save_model_files
 from plugins.hybrid_parallel.checkpoint.model_files.stream import WeightStream
 from plugins.hybrid_parallel.checkpoint.state.async_save import BackgroundWriter, Staging
 from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave, partial_directory
-from plugins.hybrid_parallel.checkpoint.state.dcp_storage import read_tensors, write_tensors
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, header_checksum, merge_tensors
 from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX, buffers_of_earlier_stages, model_tensors
@@ -49,6 +48,7 @@ from plugins.hybrid_parallel.checkpoint.state.snapshot_files import (
     keep_global_batch,
     newest_snapshot,
 )
+from plugins.hybrid_parallel.checkpoint.state.tensor_storage import read_tensors, write_tensors
 from plugins.hybrid_parallel.checkpoint.state.training_state import (
     StateSnapshot,
     manifest_of,
