@@ -7,14 +7,7 @@ from booster.launch import launch, launch_from_torch
 from booster.logging import lower_missing_kernel
 from booster.meter import Meter
 from booster.notebook import notebook_launcher
-from booster.plugin import (
-    CheckpointIO,
-    PipelineResult,
-    Plugin,
-    TrainingObjects,
-    available_plugins,
-    load_plugin,
-)
+from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects, available_plugins, load_plugin
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 from shardformer.lazy import LazyInitContext, record_module_init
 

@@ -22,12 +22,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from booster.integrations.prepared_loader import skipping
 from booster.integrations.trainer_accelerator import CountedReplicas, TrainerAccelerator
-from booster.integrations.trainer_arguments import (
-    check_arguments,
-    check_job,
-    check_model,
-    check_version,
-)
+from booster.integrations.trainer_arguments import check_arguments, check_job, check_model, check_version
 from booster.integrations.trainer_checkpoints import MeterCallback, TrainerCheckpoints
 from booster.integrations.trainer_loss import TrainerLoss
 from booster.integrations.trl_trainers import check_callbacks, trl_mixins

@@ -26,12 +26,7 @@ from plugins.hybrid_parallel.checkpoint.state.exchange import read_from_ranks
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
 from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earlier_stages
 from plugins.hybrid_parallel.checkpoint.state.tensor_storage import describe_tensors
-from plugins.hybrid_parallel.checkpoint.state.training_state import (
-    StateSnapshot,
-    manifest_of,
-    restore,
-    take_snapshot,
-)
+from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, manifest_of, restore, take_snapshot
 from plugins.hybrid_parallel.data.dataloader import LOADER_OPTIONS, ShardedDataLoader
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks

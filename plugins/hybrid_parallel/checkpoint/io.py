@@ -49,12 +49,7 @@ from plugins.hybrid_parallel.checkpoint.state.snapshot_files import (
     newest_snapshot,
 )
 from plugins.hybrid_parallel.checkpoint.state.tensor_storage import read_tensors, write_tensors
-from plugins.hybrid_parallel.checkpoint.state.training_state import (
-    StateSnapshot,
-    manifest_of,
-    restore,
-    take_snapshot,
-)
+from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, manifest_of, restore, take_snapshot
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from plugins.hybrid_parallel.guards import check_boosted

@@ -10,22 +10,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError, SynchronyError
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
-from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicate_axis
-from plugins.hybrid_parallel.zero.grouping import TiedParameter
+from plugins.hybrid_parallel.distributed.mesh import replicate_axis
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer import TPInfo
 from shardformer.distributed.process_groups import world_group
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 
 # In causal order: a different learning rate leads to different parameters.
 _STRUCTURE, _NUMBERS, _PARAMETERS = range(3)
@@ -59,24 +61,6 @@ class _Scope:
         return dist.get_process_group_ranks(self.group or dist.group.WORLD)
 
 
-class WholeNames(Protocol):
-    """Names in a model before it was sharded."""
-
-    aliases: Mapping[str, tuple[str, ...]]
-
-
-class SharedModel(Protocol):
-    """The attributes of a boosted model that the check reads."""
-
-    mesh: HybridMesh
-    stream: Any
-    origin: WholeNames
-    tied: Mapping[nn.Parameter, TiedParameter]
-
-    def unwrap(self) -> nn.Module:
-        """Return the sharded model."""
-
-
 class SynchronyCheck:
     """Compares the state of one model and its optimizers over ranks.
 
@@ -87,7 +71,7 @@ class SynchronyCheck:
         interval: number of steps between two comparisons; None for those alone that the user asks for.
     """
 
-    def __init__(self, model: SharedModel) -> None:
+    def __init__(self, model: HybridParallelModel) -> None:
         self.model, self.mesh = model, model.mesh
         self.interval: int | None = None
         self._last_good: int | None = None

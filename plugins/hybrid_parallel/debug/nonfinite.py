@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch
 
 _logger = get_logger(__name__)
 
@@ -58,25 +61,6 @@ def is_bad(tensor: Tensor) -> bool:
 Microbatches = Sequence[Mapping[str, Any]]
 
 
-class PassWatch(Protocol):
-    """Observer of the modules in a pass."""
-
-    def begin_pass(self, number: int) -> None:
-        """Begin pass `number` since the last step."""
-
-    def begin_microbatch(self, index: int) -> None:
-        """Begin either direction of a micro-batch."""
-
-    def forget(self) -> None:
-        """Forget the passes so far, because their step is over."""
-
-    def accept(self) -> None:
-        """Accept what was seen, because the gradients of the step are finite."""
-
-    def findings(self, mesh: HybridMesh) -> list[Finding]:
-        """Return the non-finite values that this rank saw."""
-
-
 class StepTrace:
     """Inputs and losses of the passes since the last step of an optimizer.
 
@@ -89,7 +73,7 @@ class StepTrace:
     def __init__(self) -> None:
         self.microbatches: Microbatches = ()
         self.losses: list[list[tuple[int, Tensor]]] = []
-        self.watch: PassWatch | None = None
+        self.watch: ModuleWatch | None = None
         self._is_over = False
 
     def begin(self, microbatches: Microbatches, losses: list[tuple[int, Tensor]]) -> None:

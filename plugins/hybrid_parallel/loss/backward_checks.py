@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,14 @@ from shardformer.layers.parallel_module import hook_gradient
 from shardformer.loss.terms import IGNORE_INDEX
 from shardformer.shard_spec import grad_group_of
 
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.step.user_loop import UserLoop
+
 _log = get_logger(__name__)
 
 _COMPARED_PASSES = 100  # backward passes whose labels are counted at most: each waits for a GPU
 _MEAN = 1  # reduction="mean", as torch numbers it
 _MEANS_OF_LABELS = ("NllLossBackward0", "NllLoss2DBackward0")
-
-
-class HasLabels(Protocol):
-    """What a model was called with."""
-
-    rows: int
-    labels: Any
 
 
 def refuse_backward(model: nn.Module) -> None:
@@ -89,7 +85,7 @@ class LabelCounts:
             )
             self._is_factor_known = True
 
-    def compare(self, loss: Tensor, batch: HasLabels) -> None:
+    def compare(self, loss: Tensor, batch: UserLoop) -> None:
         """Compare the counts of all replicas; each of them must call this.
 
         Args:

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 from booster.data.rows import main_input_of
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from plugins.hybrid_parallel.loss.contrastive import (
-    ContrastiveStepLoss,
-    compares_samples,
-    coupled_outputs,
-)
+from plugins.hybrid_parallel.loss.contrastive import ContrastiveStepLoss, compares_samples, coupled_outputs
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import (
     CriterionStepLoss,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,38 +25,13 @@ from shardformer.matmul.weight_grad import DeferredWeightGrads, WeightGradStore,
 from shardformer.stages.placeholders import StageMessage
 from shardformer.stages.stage import run_stage
 
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.loss.router_balance import RouterBalance
+    from plugins.hybrid_parallel.step.outputs import OutputGradients
+    from plugins.hybrid_parallel.zero.reducer import BackwardPasses
 
-class Root(Protocol):
-    """What the backward pass of a micro-batch starts from on the last stage, instead of a loss (0-d)."""
-
-    requires_grad: bool
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return outputs of the micro-batch with their gradients."""
-
-
-class StageLoss(Protocol):
-    """A loss of what happens inside stages, next to that of the outputs."""
-
-    def watching(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Return a context for the forward pass of a stage."""
-
-    def root(self, stage: int, microbatch: int) -> Tensor | None:
-        """Return a value (0-d) whose gradient is added in the backward pass of a stage."""
-
-
-class PassObserver(Protocol):
-    """Told of the backward actions of a pass; after the last one of a stage, its own gradients are complete."""
-
-    def before(self, action: Action, is_last: bool) -> None:
-        """Take note that an action begins; `is_last` tells whether it is the last one of its stage."""
-
-    def after(self, action: Action, is_last: bool) -> None:
-        """Take note that an action has ended."""
-
-
-# (outputs, index of the micro-batch) -> what its backward pass starts from; None if there is none
-LossFunction = Callable[[Any, int], Tensor | Root | None]
+    # (outputs, index of the micro-batch) -> what its backward pass starts from; None if there is none
+    LossFunction = Callable[[Any, int], Tensor | OutputGradients | None]
 
 
 class PipelineRuntime:
@@ -145,7 +120,7 @@ class PipelineRuntime:
         self,
         microbatches: Sequence[dict[str, Any]],
         loss_function: LossFunction,
-        stage_loss: StageLoss | None = None,
+        stage_loss: RouterBalance | None = None,
     ) -> PassState:
         """Return the state of a pass over `microbatches`, before any of its turns.
 
@@ -177,7 +152,7 @@ class PassState:
         runtime: PipelineRuntime,
         microbatches: Sequence[dict[str, Any]],
         loss_function: LossFunction,
-        stage_loss: StageLoss | None,
+        stage_loss: RouterBalance | None,
     ) -> None:
         self.runtime, self.microbatches, self.loss_function = runtime, microbatches, loss_function
         self.stage_loss = stage_loss
@@ -193,7 +168,7 @@ class PassState:
         # By stage and micro-batch:
         self.arrived: dict[tuple[int, int], list[Tensor]] = {}  # tensors whose gradients are sent back
         # Edges instead of tensors: an activation is freed as soon as it is sent.
-        self.roots: dict[tuple[int, int], tuple[list[GradientEdge], Specs] | Tensor | Root | None] = {}
+        self.roots: dict[tuple[int, int], tuple[list[GradientEdge], Specs] | Tensor | OutputGradients | None] = {}
         self.deferred: dict[tuple[int, int], DeferredWeightGrads] = {}  # weight gradients still to be computed
 
     def prepare_receives(self, actions: Sequence[Action]) -> None:
@@ -230,7 +205,7 @@ class PassState:
         _, specs = self.roots[action.stage, index]
         return links.gradients_in.prepare_receive(self.keys[index], index, specs)
 
-    def execute(self, turns: Sequence[Turn], observer: PassObserver | None = None) -> None:
+    def execute(self, turns: Sequence[Turn], observer: BackwardPasses | None = None) -> None:
         """Execute some turns of the pass.
 
         Args:
@@ -351,7 +326,7 @@ class PassState:
             self.unsent = lambda: links.gradients_out.send(grads, self.keys[index])
 
 
-def _starts_of(root: Tensor | Root, is_alone: bool) -> list[tuple[Tensor, Tensor | None]]:
+def _starts_of(root: Tensor | OutputGradients, is_alone: bool) -> list[tuple[Tensor, Tensor | None]]:
     """Return what the backward pass of the last stage starts from; `is_alone`: unless a stage loss adds gradients."""
     if is_alone and not root.requires_grad:
         raise ConfigurationError(

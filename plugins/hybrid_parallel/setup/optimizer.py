@@ -13,13 +13,7 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
 from plugins.hybrid_parallel.distributed.agreement import checked_collectives
-from plugins.hybrid_parallel.distributed.mesh import (
-    DP_CP,
-    HybridMesh,
-    replicate_axis,
-    shard_groups,
-    stage_group,
-)
+from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis, shard_groups, stage_group
 from plugins.hybrid_parallel.features.feature import Feature, Parts, features_of
 from plugins.hybrid_parallel.setup.initial_weights import shards_by_axis
 from plugins.hybrid_parallel.setup.input_checks import check_options_against_model
@@ -30,12 +24,7 @@ from plugins.hybrid_parallel.zero.collectives import exchange_of
 from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 from plugins.hybrid_parallel.zero.grouping import FrozenParameters, TiedParameter, build_buckets
-from plugins.hybrid_parallel.zero.optimizer import (
-    HybridParallelOptimizer,
-    LocalParameters,
-    ModelContext,
-    StepOptions,
-)
+from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer, LocalParameters, ModelContext, StepOptions
 from plugins.hybrid_parallel.zero.reducer import GradientHooks, GradientReducer, take_hooks
 from plugins.hybrid_parallel.zero.state_dict import place_states, take_states
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
