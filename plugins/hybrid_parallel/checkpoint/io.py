@@ -29,18 +29,19 @@ from plugins.hybrid_parallel.checkpoint.model_files.peft import (
 from plugins.hybrid_parallel.checkpoint.model_files.save import save_model_files
 from plugins.hybrid_parallel.checkpoint.model_files.stream import WeightStream
 from plugins.hybrid_parallel.checkpoint.state.async_save import BackgroundWriter, Staging
-from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave, partial_directory
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
-from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, header_checksum, merge_tensors
-from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX, buffers_of_earlier_stages, model_tensors
-from plugins.hybrid_parallel.checkpoint.state.retention import (
+from plugins.hybrid_parallel.checkpoint.state.atomic_save import (
     MANIFEST,
+    PendingSave,
     checkpoints_in,
     data_file,
     is_whole,
     keep_latest,
+    partial_directory,
     remove_remains,
 )
+from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
+from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, header_checksum, merge_tensors
+from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX, buffers_of_earlier_stages, model_tensors
 from plugins.hybrid_parallel.checkpoint.state.snapshot_files import (
     KEPT,
     MEMORY,

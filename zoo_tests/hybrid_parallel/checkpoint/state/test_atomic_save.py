@@ -1,7 +1,7 @@
 """Files of checkpoints that are damaged, cannot be written, or are not what they seem; saves beside training.
 
 What breaks here first: an error that one rank alone knows of, and what is removed or found that should not be. Look in
-`retention.py`, `atomic_save.py`, `manifest.py` and `async_save.py` of `plugins/hybrid_parallel/checkpoint`.
+`atomic_save.py`, `manifest.py` and `async_save.py` of `plugins/hybrid_parallel/checkpoint`.
 """
 
 from __future__ import annotations

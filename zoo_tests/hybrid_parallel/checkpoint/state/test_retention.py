@@ -1,7 +1,7 @@
 """Folders of checkpoints: which is the latest, which are kept, whose files stay; saves that training goes on beside.
 
 What breaks here first: something removed that is a user's, and a snapshot of another moment than that of the call. Look
-in `retention.py` and `async_save.py` of `plugins/hybrid_parallel/checkpoint`.
+in `atomic_save.py` and `async_save.py` of `plugins/hybrid_parallel/checkpoint`.
 """
 
 from __future__ import annotations
