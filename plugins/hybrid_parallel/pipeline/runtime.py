@@ -19,7 +19,6 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, Specs, TensorSpec, connect, specs_of
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
 from plugins.hybrid_parallel.pipeline.simulate import Turn, order_messages, split_at_backward
-from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from shardformer.layers.replicated_linear import defer_weight_grads
 from shardformer.matmul.weight_grad import DeferredWeightGrads, WeightGradStore, autocast_dtype, run_deferred
 from shardformer.stages.placeholders import StageMessage
@@ -27,6 +26,7 @@ from shardformer.stages.stage import run_stage
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.loss.router_balance import RouterBalance
+    from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
     from plugins.hybrid_parallel.step.outputs import OutputGradients
     from plugins.hybrid_parallel.zero.reducer import BackwardPasses
 
