@@ -102,11 +102,8 @@ class Bucket:
         self._gaps = gaps_between(self.offsets, sizes, size)
         self._strides = [torch.empty(param.shape, device="meta").stride() for param in params]
         self.shard_size = size // options.num_shards
-        # Whether later steps have their gradients in the same memory of a GPU.
-        self._keeps_views = params[0].is_cuda and options.num_shards == 1 and not options.states.is_offloaded
         dtype, device = params[0].dtype, params[0].device
         self.grad_dtype = torch.promote_types(dtype, torch.float32)
-
         sources = [take_source(param, initial) for param in params]
         self._flat = self.sharded = None
         if shards_parameters:
@@ -117,7 +114,7 @@ class Bucket:
         for index, param in enumerate(self.params):
             show_grad(param, self, index)
         updated = self.grad_dtype if options.master_weights else dtype
-        own = self.own_shard(self._flat) if self.sharded is None else self.sharded.shard
+        own = self.sharded.shard if shards_parameters else self.own_shard(self._flat)
         self.shard = OptimizerShard(own, updated, options.shard_index * self.shard_size, options.states)
         self.shard.add_pieces(self.params, self.offsets, sources)
         if shards_parameters:
@@ -140,6 +137,8 @@ class Bucket:
         self._waiting: dict[int, Tensor] = {}  # gradients that are not in `_flat_grads` yet
         self._num_waiting = 0
         self._forget_views()
+        # Whether later steps have their gradients in the same memory of a GPU.
+        self._keeps_views = params[0].is_cuda and options.num_shards == 1 and not options.states.is_offloaded
         self._work: Any = None
         self._pending: ReduceScatterHandle | None = None
         self._result: Tensor | None = None
