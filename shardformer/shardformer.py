@@ -11,7 +11,7 @@ from shardformer.generation import generate_in_step
 from shardformer.layers.parallel_module import sum_partial_gradients
 from shardformer.peft import adapters_detached, keep_whole, model_inside, prompts_followed, prompts_on_stages
 from shardformer.policies.base import Policy
-from shardformer.policies.user.slots import SlotPolicyAdapter
+from shardformer.policies.user.policy import SlotPolicyAdapter
 from shardformer.shard_config import ShardConfig
 from shardformer.sharder import ModelSharder, SharedParameters
 from shardformer.utils.freed_memory import return_freed_memory

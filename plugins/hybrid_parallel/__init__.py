@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.average import ShardedEMA
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.compat.atorch.auto_accelerate import AccelerateResult, auto_accelerate
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
         vocab_parallel_cross_entropy,
         vocab_parallel_logit_helper,
     )
+    from plugins.hybrid_parallel.zero.average import ShardedEMA
 
 __all__ = [
     "AccelerateResult",
@@ -30,6 +30,7 @@ __all__ = [
 
 # Imported on demand: the planner and pydantic take longer to import than the plugin, which needs neither.
 _ON_DEMAND = {
+    "ShardedEMA": "zero.average",
     "AccelerateResult": "compat.atorch.auto_accelerate",
     "auto_accelerate": "compat.atorch.auto_accelerate",
     "DeepSpeed3DParallelConfig": "compat.deepspeed_3d.config",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 from booster import failure
 from booster.errors import ConfigurationError, checks_arguments
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
-from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.json_layout import is_planned, options_at
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.loading import Loading, check_batch_size
@@ -30,14 +29,13 @@ from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh
 from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
 from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_optimizer
-from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
-from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
-from plugins.hybrid_parallel.setup.optimizer import build_trained
-from plugins.hybrid_parallel.step.backward import LossBackward
-from plugins.hybrid_parallel.step.execute_pipeline import run_batch
-from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.attention import log_once
 from shardformer.utils.freed_memory import return_freed_memory
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+    from plugins.hybrid_parallel.step.backward import LossBackward
+    from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 
 
 class HybridParallelPlugin(Plugin):
@@ -239,6 +237,8 @@ class HybridParallelPlugin(Plugin):
         return_outputs: bool = False,
     ) -> PipelineResult:
         """Run one batch through the pipeline."""
+        from plugins.hybrid_parallel.step.execute_pipeline import run_batch
+
         check_boosted_model(model)
         if optimizer is not None:
             check_boosted_optimizer(optimizer)
@@ -337,6 +337,13 @@ class HybridParallelPlugin(Plugin):
                 )
             return None, []
         # Imported here: most processes that import the plugin train nothing.
+        from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
+        from plugins.hybrid_parallel.setup.input_checks import (
+            check_optimizers_as_given,
+            model_as_given,
+            remember_as_boosted,
+        )
+        from plugins.hybrid_parallel.setup.optimizer import build_trained
         from plugins.hybrid_parallel.verify.before_boost import check_before_boost
 
         check_optimizers_as_given(objects.optimizers)
@@ -355,6 +362,8 @@ class HybridParallelPlugin(Plugin):
 
     @cached_property
     def _backward(self) -> LossBackward:
+        from plugins.hybrid_parallel.step.backward import LossBackward
+
         return LossBackward(self.grid, self.config, self._loading.first_batches)
 
     @cached_property

@@ -23,7 +23,7 @@ from shardformer.attention import log_once
 from shardformer.policies.base import ModulePolicyDescription, Origin, Policy, description_of
 from shardformer.policies.plans.stages import is_below, units_of
 from shardformer.shard_config import ShardConfig
-from shardformer.stages.layout import StageLayout
+from shardformer.stages.layout import StageLayout, chained
 from shardformer.stages.placeholders import StageInput
 from shardformer.stages.stage import PipelineStageManager
 from shardformer.utils.forward_syntax import Read, reads_of_forward
@@ -338,10 +338,7 @@ class BackbonePolicy(Policy):
         every = [n for n in names if is_below(n, moved) or not (n.startswith(f"{base}.") or is_below(n, last))]
         lists[-1] = replace(lists[-1], last=tuple(last))
         lists[0] = replace(lists[0], every=(*lists[0].every, *every))
-        layout = None
-        for each in reversed(lists):
-            layout = replace(each, next_layers=layout)
-        return layout
+        return chained(lists)
 
 
 @dataclass

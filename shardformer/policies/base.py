@@ -19,6 +19,8 @@ from shardformer.utils.derived_modules import ModuleChange
 from shardformer.utils.module_paths import join
 from shardformer.utils.structure import divisors_phrase
 
+LAYERS_AT_RANDOM = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # probabilities that a layer is skipped
+
 
 class Origin(Enum):
     """Who says how a part of a model is cut."""
@@ -43,10 +45,12 @@ class PlanEntry:
     Attributes:
         style: what is done to the part: a tensor-parallel style, or the class that replaces it.
         origin: who says so.
+        options: further arguments of the style, where a user gives some.
     """
 
     style: str
     origin: Origin
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -231,12 +235,23 @@ class Policy(ABC):
                 f"{type(self).__name__} does not say supports_sequence_parallel = True; "
                 "use enable_sequence_parallelism=False"
             )
+        problems += self._layers_at_random()
         size = self.shard_config.tensor_parallel_size
         is_uneven = self.uneven_heads and not self.shard_config.uses_ulysses
         return problems + [
             f"tp_size={size} does not divide {name}={count}; use {divisors_phrase(count)}"
             for name, count in self.head_counts().items()
             if count % size and not (is_uneven and count >= size)
+        ]
+
+    def _layers_at_random(self) -> list[str]:
+        """Return the options by which the model skips layers at random, if it is cut into stages."""
+        config = getattr(self.model, "config", None)
+        found = {name: getattr(config, name, 0.0) for name in LAYERS_AT_RANDOM}
+        return [
+            f"{name}={value} skips layers at random, which a pipeline cannot; use {name}=0.0"
+            for name, value in found.items()
+            if value and self.shard_config.stage_manager.num_stages > 1
         ]
 
     @classmethod

@@ -16,9 +16,7 @@ from shardformer.policies.backbone import BackbonePolicy
 from shardformer.policies.base import Origin, PlanEntry, Policy
 from shardformer.policies.proposed.propose import ProposedPolicy
 from shardformer.policies.registry import policy_for
-from shardformer.policies.user.base import UniformPolicy
-from shardformer.policies.user.slots import SlotPolicyAdapter
-from shardformer.policies.user.tp_info import TPInfoPolicy
+from shardformer.policies.user.policy import SlotPolicyAdapter, TPInfoPolicy, UniformPolicy
 from shardformer.shard_config import ShardConfig
 
 

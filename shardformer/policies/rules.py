@@ -291,6 +291,13 @@ def own(method: str) -> Entry:
     return Entry("own", (method,))
 
 
+def projections(query: str, key: str, value: str, num_heads: Count, reads_encoder: bool = False) -> list[Entry]:
+    """Make the entries of an attention's projections; keys and values of a cross-attention read the encoder."""
+    if not reads_encoder:
+        return [rules.column(query, key, value, num_heads=num_heads)]
+    return [rules.column(query, num_heads=num_heads), rules.column(key, value, num_heads=num_heads, reads_whole=True)]
+
+
 class TablePolicy(Policy):
     """Base class of the policies of families.
 
@@ -320,6 +327,7 @@ class TablePolicy(Policy):
 
 
 def variant(policy: type[TablePolicy], family: str, prefix: str, **attributes: Any) -> type[TablePolicy]:
-    """Return the policy of a family with the modules of another: only names and `attributes` differ."""
+    """Return the policy of a family with the modules and losses of another: only names and `attributes` differ."""
     members = {"__module__": policy.__module__, "__doc__": f"Policy for {prefix}, as {policy.__name__}."}
-    return type(f"{prefix}Policy", (policy,), {**members, "family": family, "prefix": prefix, **attributes})
+    members |= {"family": family, "prefix": prefix, "head_losses": policy.head_losses}
+    return type(f"{prefix}Policy", (policy,), members | attributes)

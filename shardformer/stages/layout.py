@@ -117,6 +117,14 @@ class StageLayout:
         return replace(self, kept_outputs={**self.kept_outputs, **kept}, changes_shapes=True, skips_layers=True)
 
 
+def chained(layouts: Sequence[StageLayout]) -> StageLayout:
+    """Return the layout of layer lists that run in this order."""
+    chain = layouts[-1]
+    for layout in layouts[-2::-1]:
+        chain = replace(layout, next_layers=chain)
+    return chain
+
+
 def balanced_split(
     costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0, never_first: Collection[int] = ()
 ) -> list[int]:

@@ -24,7 +24,7 @@ from shardformer.attention.packed_mixers import TOKENS, token_mixers
 from shardformer.context_parallel.attention import RING, gather_behind_layer, gather_behind_reader
 from shardformer.context_parallel.zigzag import Positions, ZigzagSharding, cut_features, cut_inputs
 from shardformer.distributed.collectives import pad_dim
-from shardformer.policies.base import Policy
+from shardformer.policies.base import LAYERS_AT_RANDOM, Policy
 from shardformer.policies.registry import head_loss_of
 from shardformer.sequence_parallel.split_gather import count_whole_sequences, first_output
 from shardformer.shard_config import ShardConfig
@@ -69,7 +69,6 @@ def _run_whole(mixer: nn.Module, axis: ZigzagSharding, whole_masks: WeakIdKeyDic
 
 # Rotary embeddings that depend on the length of the full sequence, which no rank has.
 _ROTARY_OF_LENGTH = ("dynamic", "longrope")
-_LAYERS_AT_RANDOM = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
@@ -113,7 +112,7 @@ def _layer_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> It
         yield _shared_twice(model, config)
     if (head := head_loss_of(model)) is not None and head.routers is not None:
         yield f"{asked} cannot share the sequences of {name}, whose routers see whole ones; use cp_size=1"
-    for option in _LAYERS_AT_RANDOM:
+    for option in LAYERS_AT_RANDOM:
         if value := getattr(model.config, option, 0.0):
             yield f"{option}={value} skips layers at random, other ones on each rank of {asked}; use {option}=0.0"
 

@@ -28,7 +28,7 @@ from shardformer.distributed.random import SharedStream
 from shardformer.layers.parallel_module import defer_partial_sums
 from shardformer.loss.terms import count_own_boxes
 from shardformer.peft import model_inside
-from shardformer.policies.user.tp_info import TPInfoPolicy
+from shardformer.policies.user.policy import TPInfoPolicy
 from shardformer.shardformer import as_policy
 from shardformer.transforms.packed_masks import separate_documents
 from shardformer.utils.untraced import is_compiler_loaded, prepare_tracing

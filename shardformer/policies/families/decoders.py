@@ -211,14 +211,6 @@ class OPTPolicy(TablePolicy):
 
         return of_real_tokens
 
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; a pipeline cannot skip layers at random."""
-        problems = super().check()
-        layerdrop = self.model.config.layerdrop
-        if layerdrop and self.shard_config.stage_manager.num_stages > 1:
-            problems.append(f"layerdrop={layerdrop} skips layers at random, which a pipeline cannot; use 0.0")
-        return problems
-
 
 _BLOOM_MLP = [GATHERS, rules.column("dense_h_to_4h"), rules.row("dense_4h_to_h")]
 

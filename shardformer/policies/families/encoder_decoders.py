@@ -12,7 +12,7 @@ from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.loss.text import masked_lm
 from shardformer.policies.base import Policy
 from shardformer.policies.module_edits import drop_behind_activation
-from shardformer.policies.rules import GATHERS, Entry, TablePolicy, local, own, rules, variant
+from shardformer.policies.rules import GATHERS, Entry, TablePolicy, local, own, projections, rules, variant
 from shardformer.stages.stage import (
     IdentityPlaceholder,
     Received,
@@ -28,14 +28,8 @@ _ENCODER_HEADS, _DECODER_HEADS = "encoder_attention_heads", "decoder_attention_h
 
 
 def _attention(name: str, heads: str, reads_encoder: bool = False) -> list[Entry]:
-    query, key, value = (f"{name}.{part}_proj" for part in "qkv")
-    projections = [rules.column(query, key, value, num_heads=heads)]
-    if reads_encoder:
-        projections = [
-            rules.column(query, num_heads=heads),
-            rules.column(key, value, num_heads=heads, reads_whole=True),
-        ]
-    return [*projections, rules.row(f"{name}.out_proj", num_heads=heads), rules.layer_norm(f"{name}_layer_norm")]
+    entries = projections(*(f"{name}.{part}_proj" for part in "qkv"), num_heads=heads, reads_encoder=reads_encoder)
+    return [*entries, rules.row(f"{name}.out_proj", num_heads=heads), rules.layer_norm(f"{name}_layer_norm")]
 
 
 def _adds_to_logits(policy: Policy) -> bool:
@@ -120,16 +114,6 @@ class BartPolicy(TablePolicy):
             next_layers=decoder if hasattr(base, "decoder") else None,
         )
 
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; a pipeline cannot skip layers at random."""
-        problems = super().check()
-        config = self.model.config
-        for name in ("encoder_layerdrop", "decoder_layerdrop"):
-            value = getattr(config, name, 0.0)
-            if value and self.shard_config.stage_manager.num_stages > 1:
-                problems.append(f"{name}={value} skips layers at random, which a pipeline cannot; use {name}=0.0")
-        return problems
-
     def _keep_local_heads(self, attention: nn.Module) -> nn.Module:
         attention.num_heads //= self.tp_size  # the towers may have different numbers of heads
         attention.embed_dim //= self.tp_size
@@ -181,38 +165,28 @@ class WhisperPolicy(BartPolicy):
 
 
 _GENERATION = ("Model", "ForConditionalGeneration")
-MBartPolicy = variant(BartPolicy, "mbart", "MBart", head_losses=_HEAD_LOSSES)
+MBartPolicy = variant(BartPolicy, "mbart", "MBart")
 PLBartPolicy = variant(
     BartPolicy,
     "plbart",
     "PLBart",
     heads=(*_GENERATION, "ForSequenceClassification", "ForCausalLM"),
-    head_losses=_HEAD_LOSSES,
 )
 PegasusPolicy, BlenderbotPolicy, BlenderbotSmallPolicy = (
-    variant(BartPolicy, family, prefix, heads=(*_GENERATION, "ForCausalLM"), head_losses=_HEAD_LOSSES)
+    variant(BartPolicy, family, prefix, heads=(*_GENERATION, "ForCausalLM"))
     for family, prefix in (
         ("pegasus", "Pegasus"),
         ("blenderbot", "Blenderbot"),
         ("blenderbot_small", "BlenderbotSmall"),
     )
 )
-MarianPolicy = variant(
-    BartPolicy, "marian", "Marian", heads=("Model", "MTModel", "ForCausalLM"), head_losses=_HEAD_LOSSES
-)
-M2M100Policy = variant(BartPolicy, "m2m_100", "M2M100", heads=_GENERATION, head_losses=_HEAD_LOSSES)
+MarianPolicy = variant(BartPolicy, "marian", "Marian", heads=("Model", "MTModel", "ForCausalLM"))
+M2M100Policy = variant(BartPolicy, "m2m_100", "M2M100", heads=_GENERATION)
 
 
 def _t5_attention(name: str, reads_encoder: bool = False) -> list[Entry]:
-    query, key, value = (f"{name}.{part}" for part in "qkv")
-    projections = [rules.column(query, key, value, num_heads="num_heads")]
-    if reads_encoder:
-        projections = [
-            rules.column(query, num_heads="num_heads"),
-            rules.column(key, value, num_heads="num_heads", reads_whole=True),
-        ]
     return [
-        *projections,
+        *projections(*(f"{name}.{part}" for part in "qkv"), num_heads="num_heads", reads_encoder=reads_encoder),
         rules.row(f"{name}.o", num_heads="num_heads"),
         rules.head_sharded_embedding(f"{name}.relative_attention_bias?"),
         *_BETWEEN,

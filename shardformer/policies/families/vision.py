@@ -16,6 +16,7 @@ from shardformer.loss.perception import masked_visual_tokens
 from shardformer.loss.text import language_of_images
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import GATHERS, HEADS, Entry, TablePolicy, described, local, own, rules, variant
+from shardformer.stages.layout import chained
 from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedPatches, StageLayout, StagePlaceholder
 
 _LAYER = [rules.layer_norm("layernorm_before", "layernorm_after"), rules.residual_dropout("dropout")]
@@ -397,31 +398,29 @@ class Blip2Policy(TablePolicy):
     @property
     def stages(self) -> StageLayout:
         """The stage layout: image encoder, querying transformer, then the layers of the language model."""
-        language = _below(self._language_path, self.language_policy.stages)
-        base = self.language_policy.base_path.split(".")[0]
-        if base:  # the head of the language model runs after its base model
-            names = [name for name, _ in self.model.language_model.named_children() if name != base]
-            language = _with_last(language, tuple(f"language_model.{name}" for name in names))
+        part = self.language_policy
+        vision = StageLayout(
+            layers="vision_model.encoder.layers",
+            first={"vision_model.embeddings": Received},
+            every=("query_tokens",),
+            last=("vision_model.post_layernorm",),
+            finished_towers={"vision_model": ("last_hidden_state",)},
+        )
         queries = StageLayout(
             layers="qformer.encoder.layer",
             first={"qformer.layernorm": IdentityPlaceholder},
             last=("language_projection",),
             # No fields: its output is turned into embeddings of the language model, which later stages do not need.
             finished_towers={"qformer": ()},
-            next_layers=language,
         )
-        return StageLayout(
-            layers="vision_model.encoder.layers",
-            first={"vision_model.embeddings": Received},
-            every=("query_tokens",),
-            last=("vision_model.post_layernorm",),
-            finished_towers={"vision_model": ("last_hidden_state",)},
-            next_layers=queries,
-        )
-
-    @property
-    def _language_path(self) -> str:
-        return ".".join(filter(None, ("language_model", self.language_policy.base_path)))
+        path = ".".join(filter(None, ("language_model", part.base_path)))
+        language = [] if part.stages is None else [each.below(path) for each in part.stages.chain]
+        if part.base_path and language:  # the head of the language model runs after its base model
+            base = part.base_path.split(".")[0]
+            names = (name for name, _ in self.model.language_model.named_children() if name != base)
+            last = (*language[-1].last, *(f"language_model.{name}" for name in names))
+            language[-1] = replace(language[-1], last=last)
+        return chained([vision, queries, *language])
 
     def _cross_attentions(self) -> list[str]:
         paths = [path for path, _ in self.model.named_modules()]
@@ -462,25 +461,3 @@ class Blip2Policy(TablePolicy):
         """Prepare the language model for its policy."""
         self.language_policy.preprocess()
         return self.model
-
-
-def _below(path: str, layout: StageLayout | None) -> StageLayout | None:
-    """Return the layout of a model that is at `path` inside a larger one."""
-    if layout is None:
-        return None
-    return replace(
-        layout,
-        layers=f"{path}.{layout.layers}",
-        first={f"{path}.{name}": placeholder for name, placeholder in layout.first.items()},
-        every=tuple(f"{path}.{name}" for name in layout.every),
-        last=tuple(f"{path}.{name}" for name in layout.last),
-        finished_towers={f"{path}.{name}": fields for name, fields in layout.finished_towers.items()},
-        next_layers=_below(path, layout.next_layers),
-    )
-
-
-def _with_last(layout: StageLayout, names: tuple[str, ...]) -> StageLayout:
-    """Return the layout with `names` added to the modules after its last layer list."""
-    if layout.next_layers is not None:
-        return replace(layout, next_layers=_with_last(layout.next_layers, names))
-    return replace(layout, last=(*layout.last, *names))

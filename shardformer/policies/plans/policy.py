@@ -17,17 +17,11 @@ from shardformer.attention import log_once
 from shardformer.attention.packed_mixers import token_mixers
 from shardformer.attention.registry import PARAMETER
 from shardformer.expert_parallel.experts import expert_modules
-from shardformer.layers import (
-    GatheredLMHead,
-    VocabParallelEmbedding,
-    VocabParallelLMHead,
-)
 from shardformer.policies.base import (
     ModulePolicyDescription,
     Origin,
     PlanEntry,
     Policy,
-    SubModuleReplacementDescription,
 )
 from shardformer.policies.feature_counts import (
     HEAD_COUNTS,
@@ -50,7 +44,7 @@ from shardformer.policies.plans.sequence import (
     per_token,
 )
 from shardformer.policies.plans.stages import layer_paths, stage_layout
-from shardformer.policies.plans.styles import STYLES
+from shardformer.policies.plans.styles import STYLES, lowered
 from shardformer.shard_spec import divided_share
 from shardformer.utils.customizations import stored_weight
 from shardformer.utils.module_paths import join, path_of, starred
@@ -215,7 +209,8 @@ class PlanPolicy(Policy):
     def check(self) -> list[str]:
         """Return why the model cannot be sharded; all styles of the plan must be known."""
         unknown = sorted({style for style in self.plan.values() if style not in STYLES})
-        problems = [
+        problems = self._layers_at_random()
+        problems += [
             f"tensor-parallel style '{style}' in the plan of {type(self.model).__name__} is not known; "
             f"known are {', '.join(sorted(STYLES))}: use tp_size=1 or a policy"
             for style in unknown
@@ -240,16 +235,11 @@ class PlanPolicy(Policy):
         table = self._whole_layers() if uses_ulysses else self._cut_layers()
         if cuts_sequence and not uses_ulysses:
             add_sequence_regions(table, self.model, self.stages, self.shard_config)
-        for target, module in self._vocabulary():
+        for style, module in self._vocabulary():
             path, _, name = path_of(self.model, module).rpartition(".")
-            description = table.setdefault(path, ModulePolicyDescription())
-            if all(replacement.suffix != name for replacement in description.sub_module_replacement):
-                options = dict(self.shard_config.vocab_options)
-                if target is VocabParallelLMHead and self._reads_logits:
-                    target = GatheredLMHead
-                if target is GatheredLMHead:
-                    options["gather_output"] = True
-                description.sub_module_replacement.append(SubModuleReplacementDescription(name, target, options))
+            changes = table.setdefault(path, ModulePolicyDescription()).sub_module_replacement
+            if all(change.suffix != name for change in changes):
+                changes.append(STYLES[style](self, self.model.get_submodule(path), name))
         return table
 
     def postprocess(self) -> nn.Module:
@@ -319,16 +309,11 @@ class PlanPolicy(Policy):
         }
 
     def _cut_layers(self) -> dict[str, ModulePolicyDescription]:
-        table: dict[str, ModulePolicyDescription] = {}
-        for path, owner, name in self._planned():
-            description = table.setdefault(path, ModulePolicyDescription())
-            change = STYLES[self.plan[starred(join(path, name))]](self, owner, name)
-            if isinstance(change, SubModuleReplacementDescription):
-                description.sub_module_replacement.append(change)
-            elif change is not None:
-                description.param_replacement.append(change)
-            if change is not None and self._gathers_heads(owner, path, name):
-                description.attribute_replacement["attention_is_replicated"] = True
+        planned = self._planned()
+        table = lowered(self, planned, self._entries)
+        for path, owner, name in planned:
+            if is_attention(owner) and self.plan[starred(join(path, name))] in ("colwise_gather_output", "colwise_rep"):
+                table[path].attribute_replacement["attention_is_replicated"] = True
         for path, description in table.items():
             owner = self.model.get_submodule(path)
             for rule in RULES:
@@ -385,22 +370,22 @@ class PlanPolicy(Policy):
         others = [self.plan.get(starred(join(path, other))) for other, _ in owner.named_children() if other != name]
         return isinstance(getattr(owner, name), nn.Linear) and not any(others)
 
-    def _vocabulary(self) -> list[tuple[type[nn.Module], nn.Module]]:
-        """Return (target, module) of token embeddings and head; they may be tied, so they are sharded identically."""
+    def _vocabulary(self) -> list[tuple[str, nn.Module]]:
+        """Return (style, module) of token embeddings and head; they may be tied, so they are sharded identically."""
         embedding, head = (_asked(self.model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
-        cut: list[tuple[type[nn.Module], nn.Module]] = []
+        cut: list[tuple[str, nn.Module]] = []
         if self.declared is not None and not self.declared.cuts_vocabulary_of(self.model):
             return cut
         if type(head) is nn.Linear and path_of(self.model, head):
-            cut.append((VocabParallelLMHead, head))
+            cut.append(("gathered_lm_head" if self._reads_logits else "lm_head", head))
         is_tied = head is not None and stored_weight(head) is stored_weight(embedding)
         if isinstance(embedding, nn.Embedding) and (cut or not is_tied):
             # An encoder-decoder has several embeddings, each with the weight of the first or of the head; VisualBERT
             # ties another linear layer to it.
             tied = {id(stored_weight(each)) for each in (embedding, *(module for _, module in cut))} - {id(None)}
             same = [each for each in self.model.modules() if id(stored_weight(each)) in tied]
-            cut += [(VocabParallelEmbedding, each) for each in same if isinstance(each, nn.Embedding)]
-            cut += [(GatheredLMHead, each) for each in same if type(each) is nn.Linear and each is not head]
+            cut += [("embedding_rowwise", each) for each in same if isinstance(each, nn.Embedding)]
+            cut += [("gathered_lm_head", each) for each in same if type(each) is nn.Linear and each is not head]
         return cut
 
     @property
@@ -420,12 +405,6 @@ class PlanPolicy(Policy):
         counts = [getattr(owner, name, None) for name in HEAD_COUNTS] + [getattr(config, "num_attention_heads", None)]
         heads = next((count for count in counts if isinstance(count, int)), None)
         return heads if heads is not None and features % heads == 0 else None
-
-    def _gathers_heads(self, owner: nn.Module, path: str, name: str) -> bool:
-        return is_attention(owner) and self.plan[starred(join(path, name))] in (
-            "colwise_gather_output",
-            "colwise_rep",
-        )
 
     def _check_heads(self) -> list[str]:
         problems = {}

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.stages.earlier_modules import MetaModule
+from shardformer.stages.layout import chained
 from shardformer.stages.stage import (
     IdentityPlaceholder,
     Received,
@@ -161,27 +162,18 @@ def chain_layout(model: nn.Module, lists: Sequence[str]) -> StageLayout:
             is_behind_base = is_behind_base or name == base
 
     visit("")
-    return _linked(model, lists, first, last, every)
-
-
-def _linked(
-    model: nn.Module,
-    lists: Sequence[str],
-    first: Sequence[Mapping],
-    last: Sequence[Sequence[str]],
-    every: Sequence[str],
-) -> StageLayout:
-    layout = None
-    for index in reversed(range(len(lists))):
-        layout = StageLayout(
-            layers=lists[index],
-            first=first[index],
-            every=tuple(every) if index == 0 else (),
-            last=tuple(last[index]),
-            tuple_output=num_outputs(model.get_submodule(lists[index])[0]),
-            next_layers=layout,
-        )
-    return layout
+    return chained(
+        [
+            StageLayout(
+                layers=path,
+                first=first[index],
+                every=tuple(every) if index == 0 else (),
+                last=tuple(last[index]),
+                tuple_output=num_outputs(model.get_submodule(path)[0]),
+            )
+            for index, path in enumerate(lists)
+        ]
+    )
 
 
 def _common(path: str, other: str) -> int:

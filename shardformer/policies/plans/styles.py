@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from torch import nn
 
 from shardformer.distributed.blocks import rank_of_draws
 from shardformer.distributed.random import draw_per_rank
-from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear, VocabParallelEmbedding
+from shardformer.layers import (
+    ColumnParallelLinear,
+    GatheredLMHead,
+    ParallelDropout,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelLMHead,
+)
 from shardformer.layers.linear import in_features, out_features
-from shardformer.policies.base import PartChange, SubModuleReplacementDescription
+from shardformer.policies.base import (
+    ModulePolicyDescription,
+    PartChange,
+    PlanEntry,
+    SubModuleReplacementDescription,
+)
 from shardformer.policies.mixers import MIXER, HeadCounts, rule_of
 from shardformer.policies.module_edits import (
     divide_bias_of_partial_sums,
@@ -30,20 +42,52 @@ from shardformer.policies.module_edits import (
 from shardformer.shard_spec import Part
 from shardformer.utils.module_paths import join, path_of, starred
 
-Style = Callable[[HeadCounts, nn.Module, str], PartChange | None]
+Style = Callable[..., PartChange | None]  # of a policy, the owner of a part, its name, and the options of an entry
 
 
-def _column(policy: HeadCounts, owner: nn.Module, name: str, gather: bool = False) -> PartChange:
+def lowered(
+    policy: HeadCounts, parts: Iterable[tuple[str, nn.Module, str]], entries: Mapping[str, PlanEntry]
+) -> dict[str, ModulePolicyDescription]:
+    """Return the table of changes that the styles of parts stand for, by paths of their owners.
+
+    Args:
+        policy: what styles read of the policy.
+        parts: (path of the owner, owner, name of its module or parameter).
+        entries: style of each part, by its path, or by one with `*` for numbers.
+    """
+    table: dict[str, ModulePolicyDescription] = {}
+    for path, owner, name in parts:
+        description, at = table.setdefault(path, ModulePolicyDescription()), join(path, name)
+        entry = entries[at] if at in entries else entries[starred(at)]
+        change = STYLES[entry.style](policy, owner, name, **entry.options)
+        if isinstance(change, SubModuleReplacementDescription):
+            description.sub_module_replacement.append(change)
+        elif change is not None:
+            description.param_replacement.append(change)
+    return table
+
+
+def _column(
+    policy: HeadCounts,
+    owner: nn.Module,
+    name: str,
+    gather: bool = False,
+    stride: int = 1,
+    num_heads: int | None = None,
+) -> PartChange:
+    """Shard output features, `stride` fused projections independently of each other."""
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
         # Some plans of transformers do not account for gate and up being two parts.
         num_parts = 2 if name == "gate_up_proj" else 1
         return partial(shard_own_parameter, name=name, from_end=2, num_parts=num_parts, group=policy.shard_config.group)
+    options = {"part_size": out_features(module) // stride} if stride > 1 else {}
     if gather:
-        return SubModuleReplacementDescription(name, ColumnParallelLinear, {"gather_output": True}, reads=name)
-    heads = policy.heads_of(owner, name, out_features(module))
+        options |= {"gather_output": True, "num_heads": num_heads}
+        return SubModuleReplacementDescription(name, ColumnParallelLinear, options, reads=name)
+    options["num_heads"] = num_heads or policy.heads_of(owner, name, out_features(module))
     reads = f"input of {in_features(module)} features"
-    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"num_heads": heads}, reads=reads)
+    return SubModuleReplacementDescription(name, ColumnParallelLinear, options, reads=reads)
 
 
 def _gathered(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
@@ -73,14 +117,15 @@ def _first_dim(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=policy.shard_config.group)
 
 
-def _row(policy: HeadCounts, owner: nn.Module, name: str, splits_input: bool = False) -> PartChange:
+def _row(
+    policy: HeadCounts, owner: nn.Module, name: str, splits_input: bool = False, num_heads: int | None = None
+) -> PartChange:
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
         return partial(shard_own_parameter, name=name, from_end=1, num_parts=1, group=policy.shard_config.group)
-    if splits_input:
-        return SubModuleReplacementDescription(name, RowParallelLinear, {"splits_input": True})
-    heads = policy.heads_of(owner, name, in_features(module))
-    return SubModuleReplacementDescription(name, RowParallelLinear, {"num_heads": heads})
+    heads = num_heads if num_heads or splits_input else policy.heads_of(owner, name, in_features(module))
+    options = {"num_heads": heads, "splits_input": splits_input}
+    return SubModuleReplacementDescription(name, RowParallelLinear, options)
 
 
 def _row_of_values(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
@@ -98,6 +143,12 @@ def _packed(policy: HeadCounts, owner: nn.Module, name: str, from_end: int) -> P
 
 def _embedding(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
     return SubModuleReplacementDescription(name, VocabParallelEmbedding, policy.shard_config.vocab_options)
+
+
+def _head(policy: HeadCounts, owner: nn.Module, name: str, gather: bool = False) -> PartChange:
+    """Shard a language-model head over the vocabulary."""
+    options = policy.shard_config.vocab_options | ({"gather_output": True} if gather else {})
+    return SubModuleReplacementDescription(name, GatheredLMHead if gather else VocabParallelLMHead, options)
 
 
 def _partial_gradient(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
@@ -198,6 +249,8 @@ STYLES: dict[str, Style] = {
     "partial_bias": _bias_of_partial_sums,
     "embedding_rowwise": _embedding,
     "embedding_colwise": _embedding,  # the sharded dim makes no difference to callers
+    "lm_head": _head,
+    "gathered_lm_head": partial(_head, gather=True),
     "dropout": _dropout,
     "replicated_with_grad_allreduce": _partial_gradient,
     "mla_kv_a_proj": _latent_key_value,

@@ -1,7 +1,7 @@
 """Slot policies: static methods that list the weights of a model family by path, one method per slot.
 
-The interface follows ColossalAI's first ShardFormer (`argument_policy`, `attn_in`, `Col_Layer`, ...). The slots are
-converted to the table of a policy; the sharding engine does the rest.
+The interface follows ColossalAI's first ShardFormer (`argument_policy`, `attn_in`, `Col_Layer`, ...). The slots
+stand for a plan of styles, as that of a family; the sharding engine does the rest.
 """
 
 from __future__ import annotations
@@ -11,19 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-
-from shardformer.layers import (
-    ColumnParallelLinear,
-    ParallelModule,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    VocabParallelLMHead,
-)
-from shardformer.layers.linear import out_features
-from shardformer.policies.base import ModulePolicyDescription, Origin, SubModuleReplacementDescription
-from shardformer.policies.user.base import UserPolicy
-from shardformer.utils.derived_modules import replace_modules, with_class
-from shardformer.utils.module_paths import has_module
 
 
 @dataclass(frozen=True)
@@ -140,108 +127,3 @@ class SlotPolicy:
     def unembedding() -> Sequence[Layer]:
         """Return the heads that are sharded over the vocabulary."""
         raise NotImplementedError
-
-
-class SlotPolicyAdapter(UserPolicy):
-    """Policy built from a slot policy class.
-
-    Args:
-        slots: the class with the static methods.
-    """
-
-    origin = Origin.SLOTS
-
-    def __init__(self, slots: type) -> None:
-        super().__init__()
-        self.slots = slots
-
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; the slots must name classes and parameters of it."""
-        problems = super().check()
-        names = {cls.__name__ for module in self.model.modules() for cls in type(module).__mro__}
-        for cls in self._arguments():
-            if cls.__name__ not in names:
-                problems.append(
-                    f"{self.slots.__name__}.argument_policy names {cls.__name__}, and {type(self.model).__name__} has "
-                    "no such module; use the class of one that it has"
-                )
-        return problems + [
-            f"{self.slots.__name__}.binding_policy names {name}, which {type(self.model).__name__} does not have; "
-            "use names of its parameters"
-            for name in self._unknown_names()
-        ]
-
-    def preprocess(self) -> nn.Module:
-        """Tie the parameters of `binding_policy`."""
-        for name, other in self._bindings().items() if not self._unknown_names() else ():
-            owner, _, attribute = other.rpartition(".")
-            setattr(self.model.get_submodule(owner), attribute, self.model.get_parameter(name))
-        return super().preprocess()
-
-    def module_policy(self) -> Mapping[str | type[nn.Module], ModulePolicyDescription]:
-        """Return the table that the slots are converted to."""
-        table: dict[str | type[nn.Module], ModulePolicyDescription] = {}
-        for cls, argument in self._arguments().items():
-            description = table[cls] = ModulePolicyDescription()
-            if argument.attr_dict and self.shard_config.tensor_parallel_size > 1:
-                description.param_replacement.append(_setter(argument.attr_dict))
-            for slot in argument.param_funcs:
-                for layer in slot():
-                    description.sub_module_replacement.append(self._replacement(cls, slot.__name__, layer))
-        return table
-
-    def postprocess(self) -> nn.Module:
-        """Change the classes of the modules that `inject_policy` names."""
-        injected = getattr(self.slots, "inject_policy", tuple)() or ()
-        pairs = injected.items() if isinstance(injected, Mapping) else [injected] if injected else []
-        for native, new in pairs:
-            found = [module for module in self.model.modules() if type(module) is native]
-            replace_modules(self.model, {module: with_class(module, new) for module in found})
-        return super().postprocess()
-
-    def _arguments(self) -> Mapping[type[nn.Module], Argument]:
-        return self.slots.argument_policy(self.model.config, max(self.shard_config.tensor_parallel_size, 1))
-
-    def _unknown_names(self) -> list[str]:
-        known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        return [name for pair in self._bindings().items() for name in pair if name not in known]
-
-    def _bindings(self) -> Mapping[str, str]:
-        found = getattr(self.slots, "binding_policy", dict)()
-        return found if isinstance(found, Mapping) else {}  # the original default is NotImplementedError
-
-    def _replacement(self, cls: type[nn.Module], slot: str, layer: Layer) -> SubModuleReplacementDescription:
-        path, options = layer.path, {"ignore_if_not_exist": layer.ignore}
-        natives = [
-            module.get_submodule(path)
-            for module in self.model.modules()
-            if any(each.__name__ == cls.__name__ for each in type(module).__mro__) and has_module(module, path)
-        ]
-        native = natives[0] if natives else None
-        if layer.replace_layer is not None and issubclass(layer.replace_layer, ParallelModule):
-            return SubModuleReplacementDescription(path, layer.replace_layer, {}, **options)
-        if isinstance(layer, Row_Layer):
-            return SubModuleReplacementDescription(path, RowParallelLinear, {}, **options)
-        if not isinstance(layer, Col_Layer):
-            return SubModuleReplacementDescription(path, None, **options)
-        if isinstance(native, nn.Embedding):
-            return SubModuleReplacementDescription(
-                path, VocabParallelEmbedding, dict(self.shard_config.vocab_options), **options
-            )
-        if slot == "unembedding":
-            return SubModuleReplacementDescription(
-                path, VocabParallelLMHead, dict(self.shard_config.vocab_options), **options
-            )
-        arguments: dict[str, Any] = {"gather_output": layer.gather_output}
-        if layer.n_cast and native is not None:
-            arguments["part_size"] = out_features(native) // layer.n_cast
-        return SubModuleReplacementDescription(path, ColumnParallelLinear, arguments, reads=slot, **options)
-
-
-def _setter(attributes: Mapping[str, Any]) -> Callable[[nn.Module], None]:
-    def set_all(module: nn.Module) -> None:
-        for path, value in attributes.items():
-            owner, _, name = path.rpartition(".")
-            setattr(module.get_submodule(owner), name, value)
-
-    return set_all

@@ -1,6 +1,6 @@
 """Named groups of ranks and the seeds of what they share, against the published tables.
 
-What breaks here first: which axis varies fastest. Look in `shardformer/compat/atorch/parallel_groups.py`.
+What breaks here first: which axis varies fastest. Look in `shardformer/compat/atorch.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ import torch
 import torch.distributed as dist
 
 from shardformer import MultiDimParallelRandomizer, ParallelGroups, create_parallel_group, parallel_group
-from shardformer.compat.atorch.parallel_groups import destroy_parallel_group, parallel_group_size, parallel_rank
-from shardformer.compat.atorch.randomizer import get_randomizer, init_randomizer
+from shardformer.compat.atorch import (
+    destroy_parallel_group,
+    get_randomizer,
+    init_randomizer,
+    parallel_group_size,
+    parallel_rank,
+)
 from zoo_tests.harness.ranks import distributed
 
 CUBE = [("tensor", 2), ("data", 2), ("pipeline", 2)]

@@ -30,8 +30,7 @@ from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.registry import family_policies
 from shardformer.policies.resolve import resolve
-from shardformer.policies.user.slots import SlotPolicyAdapter
-from shardformer.policies.user.tp_info import TPInfoPolicy
+from shardformer.policies.user.policy import SlotPolicyAdapter, TPInfoPolicy
 from shardformer.shard_config import ShardConfig
 
 _SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
@@ -81,11 +80,12 @@ def test_what_users_write_is_resolved_in_the_same_way() -> None:
     info = TPInfoPolicy(TPInfo().shard_col({"intermediate.dense": {"gather_output": True}}))
     path = "encoder.layer.0.intermediate.dense"
     assert _origins(model, info)[path] is Origin.TP_INFO
-    assert _origins(model, SlotPolicyAdapter(_Slots)) == {"BertLayer.intermediate.dense": Origin.SLOTS}
+    layers = [f"encoder.layer.{index}.intermediate.dense" for index in range(2)]
+    assert _origins(model, SlotPolicyAdapter(_Slots)) == dict.fromkeys(layers, Origin.SLOTS)
     own = PlanPolicy(Plan({"intermediate.dense": "colwise"}))
     assert _origins(model, own) == {"encoder.layer.*.intermediate.dense": Origin.USER}
     uniform = resolve(model, ShardConfig(sharding_dim=-1))
-    assert uniform.origin is Origin.UNIFORM and uniform.entries[path].style == "ColumnParallelLinear"
+    assert uniform.origin is Origin.UNIFORM and uniform.entries[path].style == "colwise_gather_output"
 
 
 _LOADED = """

@@ -1,1 +1,0 @@
-"""ATorch's names for process groups and random streams."""
