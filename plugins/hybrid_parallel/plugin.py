@@ -29,6 +29,8 @@ from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh
 from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
 from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_optimizer
+from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
+from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
 from shardformer.attention import log_once
 from shardformer.utils.freed_memory import return_freed_memory
 
@@ -337,12 +339,6 @@ class HybridParallelPlugin(Plugin):
                 )
             return None, []
         # Imported here: most processes that import the plugin train nothing.
-        from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
-        from plugins.hybrid_parallel.setup.input_checks import (
-            check_optimizers_as_given,
-            model_as_given,
-            remember_as_boosted,
-        )
         from plugins.hybrid_parallel.setup.optimizer import build_trained
         from plugins.hybrid_parallel.verify.before_boost import check_before_boost
 

@@ -29,7 +29,7 @@ from shardformer.layers.parallel_module import ParallelModule
 from shardformer.matmul.blocked import Blocked
 from shardformer.matmul.kernel import LinearKernel
 from shardformer.matmul.native import NATIVE, MatmulLayer, is_transposed
-from shardformer.quantised import KINDS
+from shardformer.matmul.quantised import KINDS
 from shardformer.sequence_parallel.split_gather import PendingGather, SequenceParallel, first_input
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, parameter_like, shard_parameter
 from shardformer.utils.untraced import call_through, untraced

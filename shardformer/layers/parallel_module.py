@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from shardformer.quantised import is_quantised, kind_of_layer
+from shardformer.matmul.quantised import is_quantised, kind_of_layer
 from shardformer.shard_spec import grad_group_of
 
 

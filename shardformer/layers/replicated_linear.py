@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardformer.matmul.native import MatmulLayer
+from shardformer.matmul.quantised import is_quantised
 from shardformer.matmul.weight_grad import WeightGradStore, embedding
-from shardformer.quantised import is_quantised
 from shardformer.utils.derived_modules import derive, replace_modules
 
 

@@ -27,6 +27,7 @@ from shardformer.layers import (
     RowParallelLinear,
 )
 from shardformer.matmul.native import NATIVE, is_transposed
+from shardformer.matmul.quantised import QuantisedWeight
 from shardformer.peft.kinds import (
     IA3_LINEAR,
     LORA_LINEAR,
@@ -39,7 +40,6 @@ from shardformer.peft.kinds import (
 )
 from shardformer.peft.layer_checks import check_layers
 from shardformer.policies.base import Policy
-from shardformer.quantised import QuantisedWeight
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_parameter, spec_of
 from shardformer.stages.stage import StagePlaceholder

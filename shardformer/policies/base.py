@@ -6,18 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from shardformer.context_parallel.zigzag import Positions
-from shardformer.layers.parallel_module import ParallelModule
-from shardformer.loss.heads import HeadLosses
 from shardformer.shard_config import ShardConfig
-from shardformer.stages.stage import StageLayout
-from shardformer.utils.derived_modules import ModuleChange
 from shardformer.utils.module_paths import join
 from shardformer.utils.structure import divisors_phrase
+
+if TYPE_CHECKING:
+    from shardformer.context_parallel.zigzag import Positions
+    from shardformer.layers.parallel_module import ParallelModule
+    from shardformer.loss.heads import HeadLosses
+    from shardformer.stages.stage import StageLayout
+    from shardformer.utils.derived_modules import ModuleChange
 
 LAYERS_AT_RANDOM = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # probabilities that a layer is skipped
 

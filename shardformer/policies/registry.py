@@ -22,6 +22,7 @@ from shardformer.policies.base import Policy
 from shardformer.policies.families import FILES
 from shardformer.policies.plans.completion import completion_of
 from shardformer.policies.plans.plan import declared_head_losses_of, declared_plan_of, proposed_plan_of
+from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.stages import is_below
 from shardformer.utils.module_paths import starred
 from shardformer.utils.source import adds_to_loss, calls_loss_function, passes_keywords
@@ -138,16 +139,12 @@ def policy_for(model: nn.Module) -> Policy:
         declared = declared_plan_of(cls)
         # A module of the user's may be derived from the base class of a family, which has no forward.
         if declared is not None and getattr(cls, "forward", nn.Module.forward) is not nn.Module.forward:
-            from shardformer.policies.plans.policy import PlanPolicy
-
             return PlanPolicy(declared)
     if not _is_of_library(model) and _is_around_backbones(model):
         return BackbonePolicy(policy_for)
     derived = next((plan for cls in type(model).__mro__ if (plan := proposed_plan_of(cls)) is not None), None)
     has_plan = bool(getattr(model, "tp_plan", None))
     if has_plan or derived is not None or completion_of(type(model)) is not None:
-        from shardformer.policies.plans.policy import PlanPolicy
-
         return PlanPolicy(None if has_plan else derived)
     name = type(model).__name__
     near = difflib.get_close_matches(name, {known.rpartition(".")[2] for known in supported_classes()}, n=3)

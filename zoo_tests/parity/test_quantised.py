@@ -17,7 +17,7 @@ from torch import nn
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.quantised import packed_layers
+from shardformer.matmul.quantised import packed_layers
 from zoo_tests.harness.adapters import with_adapters
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case

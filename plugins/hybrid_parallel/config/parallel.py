@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.option_group import (
@@ -21,11 +21,8 @@ from plugins.hybrid_parallel.config.option_group import (
 )
 from plugins.hybrid_parallel.distributed.device_mapping import check_mapping
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Schedule
-from shardformer.policies.user.slots import SlotPolicy
+from shardformer.policies.base import Policy
 from shardformer.policies.user.tp_info import TPInfo
-
-if TYPE_CHECKING:
-    from shardformer import Policy
 
 DEVICE_MAPPING = Rule(
     ((lambda value: isinstance(value, Mapping), "is no mapping; use {'stage_0': {'shard_0': 'cuda:0'}}"),),
@@ -152,8 +149,6 @@ class ParallelOptions(OptionGroup):
 
 
 def _is_policy(value: Any) -> bool:
-    from shardformer import Policy
-
     if not isinstance(value, type):
         return isinstance(value, Policy)
     return issubclass(value, Policy) or hasattr(value, "argument_policy")
@@ -177,7 +172,7 @@ class PolicyOptions(OptionGroup):
     """
 
     custom_policy: Policy | type | None = option(
-        None, Rule(((_is_policy, "is not a policy; use a Policy, or a class with argument_policy"),), SlotPolicy)
+        None, Rule(((_is_policy, "is not a policy; use a Policy, or a class with argument_policy"),), Policy)
     )
     tp_info: TPInfo | None = option(
         None, Rule(((lambda value: isinstance(value, TPInfo), "use shardformer.TPInfo()"),), TPInfo(), False)

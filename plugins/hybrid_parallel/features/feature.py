@@ -23,8 +23,8 @@ from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import Storage
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.distributed.random import SharedStream
+from shardformer.matmul.quantised import quantised_name
 from shardformer.peft import model_inside
-from shardformer.quantised import quantised_name
 
 if TYPE_CHECKING:  # they are made of features
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel

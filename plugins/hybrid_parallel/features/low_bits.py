@@ -13,8 +13,8 @@ from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
 from shardformer.layers.fp8 import check_fp8, multiply_in_fp8, weights_rounded_once
+from shardformer.matmul.quantised import is_quantised, keep_format, kind_of_layer, quantised_layers, quantised_name
 from shardformer.peft import adapter_configs, model_inside
-from shardformer.quantised import is_quantised, keep_format, kind_of_layer, quantised_layers, quantised_name
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel

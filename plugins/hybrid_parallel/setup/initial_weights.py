@@ -38,7 +38,7 @@ from shardformer.lazy import (
     waits_for_values,
     weight_reader_of,
 )
-from shardformer.quantised import is_quantised, stored_tensors
+from shardformer.matmul.quantised import is_quantised, stored_tensors
 from shardformer.shard_spec import EXPERTS, TENSOR, annotate, grad_group_of, parameter_like, spec_of
 
 _logger = get_logger(__name__)

@@ -29,7 +29,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, Source, places_in_bucket, take_source
 from plugins.hybrid_parallel.zero.bucket_parameter import hide_values, show_values
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle
-from shardformer.quantised import QuantisedWeight, packed_layers
+from shardformer.matmul.quantised import QuantisedWeight, packed_layers
 from shardformer.shard_spec import spec_of
 from shardformer.utils.freed_memory import return_freed_memory
 from shardformer.utils.untraced import current_pass, in_backward, untraced

@@ -15,6 +15,7 @@ from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.loss.perception import masked_visual_tokens
 from shardformer.loss.text import language_of_images
 from shardformer.policies.base import ModulePolicyDescription, Policy
+from shardformer.policies.registry import policy_for
 from shardformer.policies.rules import GATHERS, HEADS, Entry, TablePolicy, described, local, own, rules, variant
 from shardformer.stages.layout import chained
 from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedPatches, StageLayout, StagePlaceholder
@@ -388,8 +389,6 @@ class Blip2Policy(TablePolicy):
     @cached_property
     def language_policy(self) -> Policy:
         """The policy of the language model."""
-        from shardformer.policies.registry import policy_for
-
         policy = policy_for(self.model.language_model)
         policy.set_model(self.model.language_model)
         policy.set_shard_config(self.shard_config)

@@ -20,10 +20,10 @@ from torch.distributed import ProcessGroup
 
 from shardformer.distributed.collectives import copy_to_region
 from shardformer.layers import ColumnParallelLinear, GatedRMSNorm, RowParallelLinear, StateSpaceProjection
+from shardformer.matmul.quantised import is_quantised
 from shardformer.policies.base import PartChange, SubModuleReplacementDescription
 from shardformer.policies.mixers.mixer import HeadCounts, Mixer
 from shardformer.policies.module_edits import shard_channels, shard_own_parameter, sum_gradient_of_parameter
-from shardformer.quantised import is_quantised
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part, ShardSpec
 from shardformer.utils.module_paths import alias_buffers, alias_parameters

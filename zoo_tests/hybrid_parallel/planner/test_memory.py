@@ -25,7 +25,7 @@ from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
 from plugins.hybrid_parallel.planner.rank_memory import StaticMemory, static_of
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
-from shardformer.quantised import stored_tensors
+from shardformer.matmul.quantised import stored_tensors
 from shardformer.utils.untraced import SavedResults
 from zoo_tests.campaigns.memory_budgets import cases, train
 from zoo_tests.harness.case import Case, Recipe

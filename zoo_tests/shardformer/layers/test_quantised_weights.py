@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers.linear import row_spec
-from shardformer.quantised import kind_of_layer
+from shardformer.matmul.quantised import kind_of_layer
 from shardformer.shard_spec import Part, ShardSpec
 from zoo_tests.harness.ranks import distributed
 

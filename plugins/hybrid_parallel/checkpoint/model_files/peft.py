@@ -28,10 +28,10 @@ from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
+from shardformer.matmul.quantised import is_quantised
 from shardformer.peft import adapter_configs, kind_of, model_inside
 from shardformer.peft.kinds import is_a, is_adapter_part, is_exactly, name_of, wrapped_layers
 from shardformer.peft.layer_checks import LAYER_KINDS, adapter_tensors
-from shardformer.quantised import is_quantised
 from shardformer.shard_spec import spec_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

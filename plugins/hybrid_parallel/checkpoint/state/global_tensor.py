@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from shardformer.quantised import is_quantised
+from shardformer.matmul.quantised import is_quantised
 from shardformer.shard_spec import ShardSpec
 
 Sizes = tuple[int, ...]
