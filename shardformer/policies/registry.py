@@ -19,13 +19,25 @@ from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLossBuilder, HeadLosse
 from shardformer.loss.terms import HeadLoss
 from shardformer.policies.backbone import BackbonePolicy, backbones_of
 from shardformer.policies.base import Policy
-from shardformer.policies.families import FILES
 from shardformer.policies.plans.completion import completion_of
 from shardformer.policies.plans.plan import declared_head_losses_of, declared_plan_of, proposed_plan_of
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.stages import is_below
 from shardformer.utils.module_paths import starred
 from shardformer.utils.source import adds_to_loss, calls_loss_function, passes_keywords
+
+# File of `families` -> its families, so that a family is found without importing the others.
+FILES = {
+    "decoders": "bloom chatglm2 falcon gpt2 gpt_neo gptj llama mistral opt qwen2 qwen3",
+    "encoders": (
+        "albert bert bert_generation camembert data2vec_text deberta_v2 distilbert electra ernie layoutlm mpnet "
+        "roberta roberta_prelayernorm splinter xlm_roberta"
+    ),
+    "encoder_decoders": (
+        "bart blenderbot blenderbot_small m2m_100 marian mbart mt5 mvp pegasus plbart t5 umt5 whisper"
+    ),
+    "vision": "beit blip_2 clip deit sam swin swinv2 vit",
+}
 
 # Model class -> policy class, both "package.module.Class". One per process, as `register_policy` takes no object: a
 # model's package registers its policy when it is imported, before there is a plugin.

@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from shardformer import Argument, Col_Layer, SlotPolicy, TPInfo
-from shardformer.policies import families
+from shardformer.policies import families, registry
 from shardformer.policies.base import Origin, Policy
 from shardformer.policies.mixers import MIXER
 from shardformer.policies.plans import plan as plans
@@ -108,7 +108,7 @@ def test_a_family_imports_no_other_kind_of_architecture() -> None:
     assert done.stdout.splitlines() == loaded
 
 
-@pytest.mark.parametrize(("package", "files"), [(families, families.FILES), (tables, plans.FILES)])
+@pytest.mark.parametrize(("package", "files"), [(families, registry.FILES), (tables, plans.FILES)])
 def test_every_family_is_listed_with_its_file(package: ModuleType, files: Mapping[str, str]) -> None:
     for path in Path(package.__path__[0]).glob("*.py"):
         module = importlib.import_module(f"{package.__name__}.{path.stem}")
