@@ -17,11 +17,12 @@ from zoo_tests.gpu import device as gpu
 from zoo_tests.harness.long_tests import LongTests, function_of, long_tests, slow_cases
 from zoo_tests.harness.poison import poison_fresh_memory
 from zoo_tests.harness.ranks import DEVICE_VARIABLE, start_server, stop_pools
-from zoo_tests.harness.sample import SHARES, sampled, seed_of_commit
+from zoo_tests.harness.sample import SHARES, sampled, sampled_of_long, seed_of_commit
 from zoo_tests.harness.support import SupportMatrix
 from zoo_tests.simcuda import build
 
 _MANY_TESTS = 400
+_WHOLE = ("zoo_tests/architecture/", "zoo_tests/docs/")  # of whose cases each is about other files
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     devices = "device of the ranks: simcuda is CUDA in host memory, gpu the GPUs of this machine"
     parser.addoption("--device", choices=("cpu", "simcuda", "gpu"), help=devices)
     parser.addoption("--campaigns", action="store_true", help="run the campaigns too, of which the suite has samples")
-    of_slow = f"run one of {SHARES} tests that are marked slow, and of each function in its turn"
+    of_slow = f"run one of {SHARES} tests that are marked slow, and of each function in its turn; of the functions in "
+    of_slow += "zoo_tests/long_tests.txt, a part of the cases"
     parser.addoption("--sample", action="store_true", help=of_slow)
     parser.addoption("--sample-seed", type=int, help="number of the sample; the number of commits if it is not given")
     parser.addoption("--quick", action="store_true", help="leave out what zoo_tests/long_tests.txt names")
@@ -97,10 +99,12 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], which: set[pytes
 
 
 def _beyond_the_sample(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
-    slow = [item for item in items if item.get_closest_marker("slow") is not None]
-    others = [item.nodeid for item in set(items).difference(slow)]
-    chosen = sampled([item.nodeid for item in slow], others, config.getoption("--sample-seed"), slow_cases())
-    return {item for item in slow if item.nodeid not in chosen}
+    slow = {item.nodeid: item for item in items if item.get_closest_marker("slow") is not None}
+    others = {item.nodeid: item for item in items if item.nodeid not in slow}
+    long, seed = long_tests(), config.getoption("--sample-seed")
+    of_long = [name for name in others if function_of(name) in long and not name.startswith(_WHOLE)]
+    chosen = sampled(slow, others, seed, slow_cases()) | sampled_of_long(of_long, seed)
+    return {(slow | others)[name] for name in (*slow, *of_long) if name not in chosen}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -41,12 +41,12 @@ _PREPARED = ["zoo_tests.harness.preloaded"]  # imported last
 _DEVICES = {"simcuda": "zoo_tests.simcuda.device", "gpu": "zoo_tests.gpu.device"}
 DEVICE_VARIABLE = "ZOO_TESTS_DEVICE"  # set by `pytest --device`
 _GROUP_TIMEOUT_S = 60.0
-_LOOK_AGAIN = 100  # tasks
 # Layouts leave process groups behind. Each of gloo's has a thread that wakes up a hundred times a second and more: with
 # a hundred of them a rank, they took three quarters of both cores. Those of a new layout take 60 ms.
 _MOST_GROUPS = 10
 _MOST_THREADS = 40  # of a rank that has left all groups but the world and those of copied heads
-_TASKS_OF_A_PROCESS = 400
+# A new process takes a tenth of a second; to look for garbage among what earlier tasks have frozen, half a second.
+_TASKS_OF_A_PROCESS = 100
 _STACK_DUMP_S = 0.3
 
 
@@ -136,10 +136,9 @@ class RankPool:
             self._start()
         if self._num_groups > _MOST_GROUPS:
             self.rest()
-        looks_again = self._num_tasks % _LOOK_AGAIN == _LOOK_AGAIN - 1
         self._num_tasks += 1
         try:
-            self._ranks.submit(_run_task, function.__module__, function.__qualname__, args, kwargs, looks_again)
+            self._ranks.submit(_run_task, function.__module__, function.__qualname__, args, kwargs)
             results = self._ranks.collect(under_load(timeout_s))
         except BaseException:  # nobody knows what the ranks do now
             self.stop()
@@ -263,13 +262,11 @@ def _destroy_groups() -> None:
         gc.collect()
 
 
-def _run_task(module: str, qualname: str, args: tuple, kwargs: dict[str, Any], looks_again: bool) -> tuple[Any, int]:
+def _run_task(module: str, qualname: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
     """Run one function from a clean state; what it returned, and the number of process groups that there are now."""
     import torch
     import torch.distributed as dist
 
-    if looks_again:
-        gc.unfreeze()  # what was in use when it was frozen, and is no more
     gc.collect()
     gc.freeze()  # what outlives a task are imported libraries, of which a look at every object takes 0.4 s
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from zoo_tests.conftest import pytest_report_header
-from zoo_tests.harness.sample import SHARES, TURNS, sampled, seed_of_commit
+from zoo_tests.harness.sample import LONG_SHARES, SHARES, TURNS, sampled, sampled_of_long, seed_of_commit
 
 _FUNCTIONS = {"a.py::test_many": 40, "a.py::test_few": 3, "b.py::test_one": 1, "b.py::test_mixed": 2}
 _SLOW = [f"{name}[{case}]" for name, cases in _FUNCTIONS.items() for case in range(cases)]
@@ -42,6 +42,15 @@ def test_a_long_case_runs_with_its_share_alone() -> None:
     assert few.count(["a.py::test_few[1]"]) > 1, few
     assert ["a.py::test_few[0]"] in few and ["a.py::test_few[2]"] in few
     assert sum("b.py::test_one[0]" in sample for sample in samples) == 1
+
+
+@pytest.mark.parametrize("seed", [0, 5, 1174])
+def test_each_commit_runs_a_part_of_the_cases_of_a_long_function(seed: int) -> None:
+    samples = [sampled_of_long(_SLOW, each) for each in range(seed, seed + LONG_SHARES)]
+    assert set(chain(*samples)) == set(_SLOW)
+    for sample in samples:
+        counts = {function: sum(name.startswith(function) for name in sample) for function in _FUNCTIONS}
+        assert list(counts.values()) == [10, 1, 1, 1]
 
 
 def test_the_seed_counts_commits(tmp_path: Path) -> None:

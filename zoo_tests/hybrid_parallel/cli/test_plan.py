@@ -108,7 +108,7 @@ def test_this_machine_is_measured(model: str, capsys: pytest.CaptureFixture[str]
         (("--inter", "fast"), "'fast' is not a positive number, such as 80"),
         (("--head", "LlamaForNothing"), "transformers has no model class 'LlamaForNothing'"),
         (("--sequence-length", "4096"), "longer than the 128 positions of LlamaForCausalLM; use 128 or fewer"),
-        (("--choose", "9999", "--output", "never.json"), "--choose 9999 is beyond the"),
+        (("--devices", "1", "--choose", "9999", "--output", "never.json"), "--choose 9999 is beyond the"),
         (("--choose", "2"), "--choose 2 says which row is written, and no file is; add --output"),
         (("--output", "/nowhere/plan.json"), "/nowhere/plan.json cannot be written, /nowhere is no directory"),
     ],
