@@ -63,6 +63,41 @@ class Replicas:
                 dist.broadcast(tensor, group=axis.get_group(), group_src=0)
         return tensor
 
+    def on_first_rank(self, work: Callable[[], Any], of_job: bool = False) -> Any:
+        """Return what `work` returns on the first rank of this replica, which alone calls it.
+
+        Args:
+            work: returns plain values and containers of them.
+            of_job: call it on the first of all ranks instead.
+
+        Raises:
+            RuntimeError: it failed, with its message; raised on all of these ranks.
+        """
+        groups = [dist.group.WORLD] if of_job else [axis.get_group() for axis in self._inside if axis.size() > 1]
+        result, cause = None, None
+        if all(dist.get_rank(group) == 0 for group in groups):
+            try:
+                result = [True, to_json(work(), "the result")]
+            except Exception as error:  # of any kind: the other ranks wait
+                result, cause = [False, str(error) or type(error).__name__], error
+        for group in groups:
+            result = _broadcast(result, group, 0)
+        succeeded, value = result
+        if not succeeded:
+            raise RuntimeError(value) from cause
+        return from_json(value)
+
+    def raise_on_all_ranks(self, problem: str | None, cause: Exception | None = None) -> None:
+        """Raise the problem of the first rank of the job that has one, on all of them.
+
+        Raises:
+            ConfigurationError: a rank has a problem; on that rank, chained to its cause.
+        """
+        first = torch.tensor(dist.get_world_size() if problem is None else dist.get_rank())
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+        if first < dist.get_world_size():
+            raise ConfigurationError(_broadcast(problem, dist.group.WORLD, int(first))) from cause
+
     def gather(self, data: Any) -> Any:
         """Return nested tensors of all replicas, joined along dim 0, to which each may contribute another number.
 
@@ -142,6 +177,16 @@ class Replicas:
         found = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(found, own, group=self.mesh.get_group())
         return [shape[1 : 1 + shape[0]] for shape in (each.tolist() for each in found)]
+
+
+def _broadcast(value: Any, group: dist.ProcessGroup, source: int) -> Any:
+    """Return the value, of what JSON has, of the rank `source` of a group."""
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    length = torch.tensor(len(payload))
+    dist.broadcast(length, group=group, group_src=source)
+    payload = payload if dist.get_rank(group) == source else payload.new_empty(int(length))
+    dist.broadcast(payload, group=group, group_src=source)
+    return json.loads(payload.numpy().tobytes())
 
 
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:

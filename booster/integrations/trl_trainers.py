@@ -17,11 +17,12 @@ from typing import Any
 
 import torch.distributed as dist
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.integrations.fused_head import AdapterReference
 from booster.integrations.trainer_arguments import check_arguments, check_job
+from booster.integrations.trl_rollouts import CheckedRewards, ToolsOfFirstRank
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 from shardformer.attention import log_once
@@ -29,7 +30,21 @@ from shardformer.attention import log_once
 _OLDEST = "1.16"
 _TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer")
 _GENERATING = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer", "GKDTrainer")
-_OF_ONE_REPLICA = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")
+_PAIRS = "adds means over the tokens and over the pairs of a batch"
+_MEANS = "takes means over the completions of a batch"
+# What keeps them from replicas.
+_OF_ONE_REPLICA = {
+    "CPOTrainer": _PAIRS,
+    "ORPOTrainer": _PAIRS,
+    "TPOTrainer": _PAIRS,
+    "OnlineDPOTrainer": _MEANS,
+    "SDPOTrainer": _MEANS,
+    "SDFTTrainer": _MEANS,
+    "A2POTrainer": _MEANS,
+    "IWOPDTrainer": _MEANS,
+    "GOLDTrainer": _MEANS,
+}
+_SERVED = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")
 # Losses of DPO that are no mean over pairs.
 _OF_A_BATCH = {
     "aot": "sorts the pairs of a batch",
@@ -82,13 +97,15 @@ def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
     kind = type(args).__name__
     if names[0] in _OF_ONE_REPLICA and plugin.dp_size > 1:
         raise ConfigurationError(
-            f"{names[0]} adds means over the tokens and over the pairs of a batch, which dp_size={plugin.dp_size} "
-            "shares out; use dp_size=1, as with tp_size or pp_size for all ranks"
+            f"{names[0]} {_OF_ONE_REPLICA[names[0]]}, which dp_size={plugin.dp_size} shares out; use dp_size=1, as "
+            "with tp_size or pp_size for all ranks"
         )
     if getattr(args, "activation_offloading", False):
         raise ConfigurationError(
             f"{kind}(activation_offloading=True) hooks modules that a layout replaces; use gradient_checkpointing=True"
         )
+    if getattr(args, "use_vllm", False):
+        _check_server(names[0], args)
     if hasattr(args, "num_generations"):
         _check_generation(args, plugin)
     losses = getattr(args, "loss_type", None)
@@ -100,6 +117,25 @@ def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
             )
 
 
+def _check_server(name: str, args: Any) -> None:
+    """Refuse vLLM but for a server, and trainers that are not compared with one.
+
+    Raises:
+        ConfigurationError: the trainer or the option, the reason, and what to use.
+    """
+    kind = type(args).__name__
+    if name not in _SERVED:
+        raise ConfigurationError(
+            f"{kind}(use_vllm=True) is not compared with one process; leave it out: the boosted model generates "
+            f"itself, or use {', '.join(_SERVED[:-1])} or {_SERVED[-1]}"
+        )
+    if args.vllm_mode != "server":
+        raise ConfigurationError(
+            f"{kind}(vllm_mode={args.vllm_mode!r}) loads whole parameters, of which a rank has shards, into an engine "
+            "on each rank; use vllm_mode='server', or leave out use_vllm: the boosted model generates itself"
+        )
+
+
 def _check_generation(args: Any, plugin: Plugin) -> None:
     """Refuse options of a trainer that generates.
 
@@ -108,8 +144,6 @@ def _check_generation(args: Any, plugin: Plugin) -> None:
     """
     kind, replicas = type(args).__name__, plugin.dp_size
     reasons = {
-        "use_vllm": "reads parameters by their names, of which a rank has shards; leave it out: the boosted model "
-        "generates itself",
         "use_transformers_continuous_batching": "schedules requests on each rank by itself; leave it out",
         "cast_lm_head_to_fp32": "replaces the forward of a head that a layout cuts; use precision='fp32', or leave it "
         "out",
@@ -119,11 +153,11 @@ def _check_generation(args: Any, plugin: Plugin) -> None:
             raise ConfigurationError(f"{kind}({name}=True) {reason}")
     if replicas == 1:
         return
-    of_tokens = f"is a mean over the tokens of a batch, which dp_size={replicas} shares out; use dp_size=1"
-    if getattr(args, "loss_type", None) == "bnpo":
-        raise ConfigurationError(f"{kind}(loss_type='bnpo') {of_tokens}, or another loss")
     if getattr(args, "entropy_coef", 0.0) or getattr(args, "use_adaptive_entropy", False):
-        raise ConfigurationError(f"the entropy bonus of {kind} {of_tokens}, or entropy_coef=0.0")
+        raise ConfigurationError(
+            f"the entropy bonus of {kind} is a mean over the tokens of a batch, which dp_size={replicas} shares out; "
+            "use dp_size=1, or entropy_coef=0.0"
+        )
 
 
 def count_generations(args: Any, replicas: int) -> None:
@@ -154,12 +188,11 @@ def check_options_of_model(trainer: Any) -> None:
         ConfigurationError: the option, the reason, and what to use.
     """
     plugin = trainer.plugin
-    own = [name for name in ("tools", "environment_factories", "rollout_func") if getattr(trainer, name, None)]
     ranks = dist.get_world_size() // plugin.dp_size
-    if own and ranks > 1:
+    if getattr(trainer, "rollout_func", None) and ranks > 1:
         raise ConfigurationError(
-            f"{own[0]} of a {type(trainer).__name__} would run on each of the {ranks} ranks of a replica, with answers "
-            "of its own; use replicas alone (dp_size), or reward_funcs"
+            f"rollout_func of a {type(trainer).__name__} would run on each of the {ranks} ranks of a replica, with "
+            "answers of its own; use replicas alone (dp_size), or tools"
         )
     spread = _what_spreads_tokens(plugin)
     if getattr(trainer, "aux_loss_enabled", False) and spread:
@@ -255,10 +288,50 @@ class BoostedTRLTrainer:
                     check_options(_names_in_trl(type(self)), given, plugin)
                     count_generations(given, plugin.dp_size)
         self._num_stored = 0
+        self._tools = ToolsOfFirstRank(self)
+        if kwargs.get("environment_factory") is not None:
+            kwargs["environment_factory"] = self._tools.factory(kwargs["environment_factory"])
         with self._of_replicas():
             super().__init__(*args, plugin=plugin, **kwargs)
         self.accelerator.draws_as_plain = hasattr(self, "generation_config")
         check_options_of_model(self)
+        self._watch_programs_outside()
+
+    # ----- rewards and tools -----
+
+    def _watch_programs_outside(self) -> None:
+        """Let tools run once for a replica, and rewards be looked through."""
+        self._standalone_tools = [self._tools.tool(each) for each in getattr(self, "_standalone_tools", ())]
+        self._checked = CheckedRewards(self.accelerator.replicas)
+        for index, function in enumerate(getattr(self, "reward_funcs", None) or ()):
+            if not isinstance(function, nn.Module):
+                name = getattr(function, "__name__", type(function).__name__)
+                if getattr(self, "environment_factories", None):  # whose state the first rank has
+                    function = self._tools.tool(function)
+                self.reward_funcs[index] = self._checked.checked(function, name)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return rewards, those of the first rank of each replica.
+
+        Raises:
+            ConfigurationError: an answer of a reward function is none, on any rank.
+        """
+        return self._rewards_of_first_ranks(super()._calculate_rewards(*args, **kwargs))
+
+    def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return rewards as `_calculate_rewards` does: OnlineDPO's name for it."""
+        return self._rewards_of_first_ranks(super()._calculate_rewards_from_functions(*args, **kwargs))
+
+    def _rewards_of_first_ranks(self, rewards: Tensor) -> Tensor:
+        self._checked.raise_problem()
+        return self.accelerator.replicas.of_first_ranks(rewards)
+
+    def _weighted(self, loss: Tensor, rows: int | None, inputs: Any = None) -> Tensor:
+        """Weight a mean by this replica's share of the samples, or, in the loss "bnpo", of the tokens."""
+        if getattr(self.args, "loss_type", None) == "bnpo" and inputs is not None:
+            mask = inputs["completion_mask"]
+            rows = int((mask * inputs.get("tool_mask", mask)).sum())
+        return super()._weighted(loss, rows, inputs)
 
     # ----- processes are replicas -----
 
@@ -281,6 +354,10 @@ class BoostedTRLTrainer:
             "set_seed": self._set_seed,
             "unwrap_model_for_generation": _boosted_for_generation,
         }
+        if "trl.generation.vllm_generation" in sys.modules:
+            from booster.integrations.trl_server import ServedGeneration
+
+            ours["VLLMGeneration"] = partial(ServedGeneration, self)
         modules = [module for name, module in sys.modules.items() if name.startswith("trl.")]
         found = [(vars(module), name) for module in modules for name in ours if callable(vars(module).get(name))]
         before = [names[name] for names, name in found]
@@ -293,7 +370,7 @@ class BoostedTRLTrainer:
                 names[name] = function
 
     def _gather(self, data: Any) -> Any:
-        """Return rewards of all replicas; a reward function may say something else on each rank that calls it."""
+        """Return values of all replicas, of their first ranks: a program outside may answer each rank otherwise."""
         replicas = self.accelerator.replicas
         return replicas.gather(replicas.of_first_ranks(data))
 

@@ -31,6 +31,8 @@ JOBS = {
     "pretraining": (_PLAIN, ("--save-every", "3"), ("--tp", "2"), ("--pp", "2")),
     "sft_lora": (_TRAINER, ("--bf16", "False", "--save_steps", "3"), ("--pp", "2"), ("--tp", "2")),
     "dpo": (_TRAINER, ("--bf16", "False", "--save_steps", "3"), ("--tp", "2"), _TWO_REPLICAS),
+    "grpo": (_TRAINER, ("--bf16", "False", "--save_steps", "3"), ("--tp", "2"), ("--pp", "2")),
+    "grpo_vllm": (_TRAINER, ("--bf16", "False", "--save_steps", "3"), ("--pp", "2"), ("--tp", "2")),
     "bert_trainer": (_TRAINER, ("--save_steps", "3"), ("--tp", "2"), ("--pp", "2")),
     "t5_summarization": (_TRAINER, ("--save_steps", "3"), ("--tp", "2"), _TWO_REPLICAS),
     "whisper": (_TRAINER, ("--save_steps", "3"), ("--tp", "2"), _TWO_REPLICAS),

@@ -115,8 +115,15 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
         Job("grpo"),
         {"use_vllm": True},
         {"tp_size": 2},
-        "GRPOConfig(use_vllm=True) reads parameters by their names, of which a rank has shards; leave it out: the "
-        "boosted model generates itself",
+        "GRPOConfig(vllm_mode='colocate') loads whole parameters, of which a rank has shards, into an engine on each "
+        "rank; use vllm_mode='server', or leave out use_vllm: the boosted model generates itself",
+    ),
+    "vllm of another trainer": (
+        Job("online_dpo"),
+        {"use_vllm": True, "vllm_mode": "server"},
+        {"tp_size": 2},
+        "OnlineDPOConfig(use_vllm=True) is not compared with one process; leave it out: the boosted model generates "
+        "itself, or use GRPOTrainer, RLOOTrainer or GMPOTrainer",
     ),
     "groups that do not divide": (
         Job("grpo"),
@@ -125,12 +132,12 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
         "GRPOConfig(num_generations=2) does not divide the 3 completions of a generation: per_device_train_batch_size="
         "3, times steps_per_generation=1, times 1 replicas; use a divisor, or a larger batch",
     ),
-    "generation, means over tokens": (
-        Job("grpo"),
-        {"loss_type": "bnpo"},
+    "means over completions": (
+        Job("online_dpo"),
         {},
-        "GRPOConfig(loss_type='bnpo') is a mean over the tokens of a batch, which dp_size=2 shares out; use dp_size=1, "
-        "or another loss",
+        {},
+        "OnlineDPOTrainer takes means over the completions of a batch, which dp_size=2 shares out; use dp_size=1, as "
+        "with tp_size or pp_size for all ranks",
     ),
     "entropy bonus": (
         Job("grpo"),
@@ -148,8 +155,9 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
 }
 _INSTEAD = (
     "which generates, or takes means over processes, as no layout does; use SFTTrainer, DPOTrainer, RewardTrainer, "
-    "KTOTrainer, GRPOTrainer, RLOOTrainer, GMPOTrainer, GKDTrainer, "
-    "CPOTrainer, ORPOTrainer or TPOTrainer, or run {name} without boosted()"
+    "KTOTrainer, GRPOTrainer, RLOOTrainer, GMPOTrainer, GKDTrainer, CPOTrainer, ORPOTrainer, TPOTrainer, "
+    "OnlineDPOTrainer, SDPOTrainer, SDFTTrainer, A2POTrainer, IWOPDTrainer or GOLDTrainer, or run {name} without "
+    "boosted()"
 )
 
 
@@ -164,7 +172,7 @@ def _make(job: Job, given: dict[str, Any], layout: dict[str, Any], folder: str) 
     plugin = layout["plugin"] if "plugin" in layout else HybridParallelPlugin(**layout)
     args = config(folder, bf16=False, use_cpu=True, report_to="none", **given)
     data = Dataset.from_list(rows_of(job, 8))
-    if job.kind == "grpo":
+    if job.kind in ("grpo", "online_dpo"):
         options["reward_funcs"] = of_letters
     boosted(trainer)(args=args, train_dataset=data, plugin=plugin, **options)
 

@@ -139,6 +139,8 @@ def test_trl_replaces_forward_as_we_expect() -> None:
         ("DPOTrainer", "_precompute_ref_logps"),
         ("KTOTrainer", "_precompute_ref_logps"),
         ("DPOTrainer", "compute_ref_log_probs"),
+        ("GRPOTrainer", "_calculate_rewards"),
+        ("RLOOTrainer", "_calculate_rewards"),
     ],
 )
 def test_trl_has_what_we_override(trainer_class: str, name: str) -> None:
@@ -150,6 +152,19 @@ def test_trl_has_what_we_override(trainer_class: str, name: str) -> None:
     assert theirs is not None, f"{trainer_class} has no {name} any more"
     assert f".{name}(" in inspect.getsource(sys.modules[theirs.__module__]), f"nothing calls {trainer_class}.{name}"
     assert _takes_what_they_give(getattr(BoostedTRLTrainer, name), theirs)
+
+
+def test_trl_generates_by_what_we_replace() -> None:
+    from trl import GRPOTrainer
+    from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    source = inspect.getsource(VLLMGeneration)
+    assert "self._init_vllm()" in source and source.count("if accelerator.is_main_process") == 3
+    assert ".update_named_params(self._weight_metadata, " in inspect.getsource(VLLMGeneration.sync_weights)
+    assert [*inspect.signature(VLLMClient.update_named_params).parameters] == ["self", "metadata", "named_params"]
+    source = inspect.getsource(GRPOTrainer)
+    assert "vllm_client.get_server_info()" in source and source.count("self._standalone_tools") == 2
 
 
 def test_trl_switches_adapters_as_we_do() -> None:

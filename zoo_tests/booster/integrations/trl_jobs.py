@@ -59,8 +59,8 @@ _SIZES: dict[str, Any] = {
 # Roles and turns, with the marks by which TRL finds what an assistant says.
 _CHAT = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}A{% generation %}"
-    "{{ message['content'] }}</s>{% endgeneration %}{% else %}U{{ message['content'] }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}A{% endif %}"
+    "{{ message['content'] }}{{ message['tool_calls'] or '' }}</s>{% endgeneration %}"
+    "{% else %}U{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
 )
 
 
@@ -69,7 +69,7 @@ class Job:
     """One training script.
 
     Attributes:
-        kind: "sft", "dpo", "reward", "kto", "orpo", "cpo", "tpo", "grpo", "gmpo", "rloo" or "gkd".
+        kind: folder of TRL's trainer: "sft", "dpo", "grpo", "online_dpo", ...
         arguments: of the trainer's configuration; batch sizes are those of all replicas together.
         data: kind of texts: "prompts", "chats", or "texts".
         family: architecture of the model.
@@ -80,6 +80,7 @@ class Job:
         samples: how many of them to train on.
         plugin: more options of the layout.
         dtype: of the weights.
+        tools: what the model may call.
     """
 
     kind: str
@@ -93,14 +94,32 @@ class Job:
     samples: int = 29
     plugin: dict[str, Any] = dataclasses.field(default_factory=dict)
     dtype: str = "float32"
+    tools: tuple[Any, ...] = ()
 
 
-GENERATING = ("grpo", "rloo", "gmpo")
+GENERATING = ("grpo", "rloo", "gmpo", "sdpo")
+_REWARDED = (*GENERATING, "online_dpo", "a2po")
+_TAUGHT = ("gkd", "iw_opd", "gold")
+_PROMPTED = (*_REWARDED, "sdft")
+_NAMES = {"reward": "Reward", "online_dpo": "OnlineDPO", "iw_opd": "IWOPD"}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(GENERATING, {"num_generations": 4, "max_completion_length": 9}),
+    "online_dpo": {"max_new_tokens": 9},
+    "a2po": {"max_completion_length": 9, "num_value_samples": 3, "filter_all_incorrect": False},
+    "sdft": {"max_completion_length": 9},
+    "iw_opd": {"max_completion_length": 9},
+    "gold": {"max_completion_length": 9, "use_uld_loss": False},
+}
 
 
 def of_letters(completions: list[str], **further: Any) -> list[float]:
     """A reward that differs for nearly all completions."""
     return [sum(map(ord, text)) % 17 / 7 for text in completions]
+
+
+def of_success(completions: list[str], **further: Any) -> list[float]:
+    """A reward of 0 or 1."""
+    return [float(sum(map(ord, text)) % 3 == 0) for text in completions]
 
 
 def of_length(completion_ids: list[list[int]], log_metric: Any = None, **further: Any) -> list[float | None]:
@@ -121,7 +140,7 @@ def model_of(job: Job, seed: int = 3) -> PreTrainedModel:
     special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     if job.kind == "reward":
         special["num_labels"] = 1
-    if job.kind in (*GENERATING, "gkd"):
+    if job.kind in (*_PROMPTED, *_TAUGHT):
         special["eos_token_id"] = list(range(1, 40))  # so that completions end early
     config = _CONFIGS[job.family](**{**_SIZES, **special, **job.sizes})
     kind = AutoModelForSequenceClassification if job.kind == "reward" else AutoModelForCausalLM
@@ -160,8 +179,9 @@ def rows_of(job: Job, count: int, seed: int = 0) -> list[dict[str, Any]]:
             user, assistant = {"role": "user", "content": prompt}, {"role": "assistant", "content": good}
             again = [user, assistant] if index % 3 == 0 else []
             rows.append({"messages": [*again, user, assistant]})
-        elif job.kind in GENERATING:
-            rows.append({"prompt": prompt})
+        elif job.kind in _PROMPTED:
+            prompt = [{"role": "user", "content": prompt}] if job.tools else prompt
+            rows.append({"prompt": prompt} | ({"privileged_context": good} if job.kind == "sdft" else {}))
         elif job.kind == "sft":
             rows.append({"prompt": prompt, "completion": good})
         elif job.kind == "kto":
@@ -178,8 +198,8 @@ def rows_of(job: Job, count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def classes_of(kind: str) -> tuple[Any, Any]:
     """TRL's trainer and its configuration."""
-    name = {"reward": "Reward"}.get(kind, kind.upper())
-    place = f"trl.experimental.{kind}" if kind in ("orpo", "cpo", "tpo", "gkd", "gmpo") else "trl"
+    name = _NAMES.get(kind, kind.upper())
+    place = "trl" if kind in ("sft", "dpo", "reward", "kto", "grpo", "rloo") else f"trl.experimental.{kind}"
     module = importlib.import_module(place)
     return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
 
@@ -204,10 +224,18 @@ def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
         options["peft_config"] = get_peft_config({"peft_type": "LORA", **job.adapters})
     if job.kind in ("dpo", "kto") and job.reference == "model":
         options["ref_model"] = model_of(job, seed=4)
-    if job.kind == "gkd":
+    if job.kind in _TAUGHT:
         options["teacher_model"] = model_of(job, seed=4)
-    if job.kind in GENERATING:
-        options |= {"reward_funcs": [of_letters, of_length]}
+    if job.kind == "iw_opd":  # it loads the teacher's tokenizer from where the teacher says that it comes from
+        tokenizer().save_pretrained(f"{folder}/tokenizer")
+        options["teacher_model"].config._name_or_path = f"{folder}/tokenizer"
+        options["teacher_model"].config.save_pretrained(f"{folder}/tokenizer")
+    if job.kind in _REWARDED:
+        options["reward_funcs"] = [of_success] if job.kind == "a2po" else [of_letters, of_length]
+    if job.tools:
+        options |= {"tools": list(job.tools), "reward_funcs": of_length}
+        options["processing_class"].response_schema = {}  # `parse_response` is a test's own
+    if job.kind in (*GENERATING, "sdft"):
         # TRL loads the reference from where the model says that it comes from; the plain run comes first.
         reference = Path(folder).parent / "reference"
         if layout is None and not reference.exists():
@@ -231,7 +259,7 @@ def _arguments(job: Job, replicas: int) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
-        **({"num_generations": 4, "max_completion_length": 9} if job.kind in GENERATING else {}),
+        **_DEFAULTS.get(job.kind, {}),
         **job.arguments,
     }
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "precompute_ref_batch_size"):

@@ -8,6 +8,9 @@ _TESTS = "zoo_tests/booster/integrations"
 _TRAINER = f"{_TESTS}/test_trainer_parity.py::test_a_job_logs_what_one_process_logs"
 _TRAINER_RESUMED = f"{_TESTS}/test_trainer_checkpoints.py::test_a_run_goes_on_in_another_layout"
 _TRL = f"{_TESTS}/test_trl_parity.py::test_few_steps_log_what_one_process_logs"
+_GENERATION = f"{_TESTS}/test_trl_generation.py"
+_ROLLOUTS = f"{_TESTS}/test_trl_rollouts.py"
+_SERVER = f"{_TESTS}/test_trl_server.py"
 _TRL_RESUMED = f"{_TESTS}/test_trl_checkpoints.py::test_training_goes_on_in_another_layout"
 
 EDITS_OF_TRAINERS: dict[str, Edit] = {
@@ -58,6 +61,36 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         "args.per_device_train_batch_size *= self.plugin.dp_size",
         "args.per_device_train_batch_size *= 1",
         (f"{_TRL}[kto]",),
+    ),
+    "TRL: bnpo weighs replicas by samples": Edit(
+        "booster.integrations.trl_trainers",
+        'rows = int((mask * inputs.get("tool_mask", mask)).sum())',
+        "rows = len(mask)",
+        (f"{_GENERATION}::test_replicas_log_what_one_process_logs_of_their_completions[grpo bnpo]",),
+    ),
+    "TRL: each rank runs its tools": Edit(
+        "booster.integrations.trl_rollouts",
+        "return self._trainer.accelerator.replicas.on_first_rank(lambda: self._run(function, args, kwargs))",
+        "return self._run(function, args, kwargs)",
+        (f"{_ROLLOUTS}::test_one_rank_runs_the_tools_of_a_replica",),
+    ),
+    "TRL: a rank keeps its wrong rewards to itself": Edit(
+        "booster.integrations.trl_rollouts",
+        "self._replicas.raise_on_all_ranks(problem, cause)",
+        "assert problem is None, cause",
+        (f"{_ROLLOUTS}::test_a_wrong_reward_is_said_on_all_ranks",),
+    ),
+    "TRL: a server gets adapters apart": Edit(
+        "booster.integrations.trl_server",
+        'merged = hasattr(model.unwrap(), "peft_config")',
+        "merged = False",
+        (f"{_SERVER}::test_a_server_gets_each_tensor_and_all_ranks_its_completions[grpo lora-tp2]",),
+    ),
+    "TRL: ranks do not gather what a dead server left": Edit(
+        "booster.integrations.trl_server",
+        "_exhaust(weights)  # the other ranks gather it all",
+        "pass",
+        (f"{_SERVER}::test_a_server_that_is_away_has_another_model_or_dies_is_said_on_all_ranks",),
     ),
     "TRL: metrics of replicas weigh the same": Edit(
         "booster.integrations.replicas",

@@ -1,0 +1,130 @@
+"""TRL's trainers that generate by a vLLM server, under layouts: the server gets the weights, all ranks its completions.
+
+What breaks here first: the names under which weights travel, ranks that do not hear of a failure. Look in
+`booster/integrations/trl_server.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zoo_tests.booster.integrations.trl_jobs import Job, differences, model_of, ranks_of, run
+from zoo_tests.booster.integrations.vllm_server import StandInServer, free_port, talking
+from zoo_tests.harness.ranks import run_on_ranks
+
+_LORA: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+_FEW = {"max_steps": 3, "beta": 0.04, "learning_rate": 5e-3, "eval_strategy": "steps", "eval_steps": 2}
+JOBS = {
+    "grpo": Job("grpo", _FEW),
+    "grpo lora": Job("grpo", _FEW, adapters=_LORA),
+    "grpo tied": Job("grpo", _FEW | {"loss_type": "grpo"}, family="qwen3", sizes={"tie_word_embeddings": True}),
+    "grpo experts": Job("grpo", _FEW, family="mixtral"),
+    "rloo": Job("rloo", _FEW),
+}
+_SAMPLE = [("grpo", "tp2pp2"), ("grpo lora", "tp2")]
+_CASES = [
+    pytest.param(name, layout, marks=() if (name, layout) in _SAMPLE else pytest.mark.campaign)
+    for name in JOBS
+    for layout in ("tp2", "pp2", "tp2pp2")
+]
+_TOLERANCE = 1e-5
+
+
+def served(job: Job, folder: str, layout: str | None, url: str, port: int) -> list[dict[str, Any]]:
+    """Train with a server on this rank, or in this process; save the model each time that it is sent."""
+    options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": port}
+    job = dataclasses.replace(job, arguments=job.arguments | options | {"vllm_server_timeout": 0.0})
+
+    def save(trainer: Any) -> None:
+        sync = trainer.vllm_generation.sync_weights
+
+        def sync_weights() -> None:
+            sync()
+            trainer.save_model(f"{folder}/sent-{trainer.state.global_step}")
+
+        trainer.vllm_generation.sync_weights = sync_weights
+
+    with talking():
+        return run(job, folder, layout, before=save)
+
+
+def _with_server(
+    job: Job, folder: Path, layout: str | None = None
+) -> tuple[list[list[dict[str, Any]]], list[dict[str, torch.Tensor]]]:
+    """Return what each rank logs, and what the server got."""
+    with StandInServer(model_of(job, seed=8)) as server:
+        given = (job, str(folder), layout, server.url, free_port())
+        found = [served(*given)] if layout is None else run_on_ranks(ranks_of(layout), served, *given, timeout_s=300.0)
+        assert server.calls.count("/reset_prefix_cache") == len(server.updates)
+        return found, server.updates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout"), _CASES)
+def test_a_server_gets_each_tensor_and_all_ranks_its_completions(name: str, layout: str, tmp_path: Path) -> None:
+    job = JOBS[name]
+    [expected], plain = _with_server(job, tmp_path / "plain")
+    histories, sent = _with_server(job, tmp_path / layout, layout)
+    for history in histories:
+        worst = differences(history, expected)
+        assert {"loss", "eval_loss", "sampling/sampling_logp_difference/mean"} <= worst.keys() or name == "rloo"
+        assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE}
+    assert len(sent) == len(plain) >= 3
+    for step, (found, theirs) in enumerate(zip(sent, plain, strict=True)):
+        assert {key: (each.shape, each.dtype) for key, each in found.items()} == {
+            key: (each.shape, each.dtype) for key, each in theirs.items()
+        }
+        if job.adapters is None:
+            saved = load_file(tmp_path / layout / f"sent-{step}" / "model.safetensors")
+            assert saved.keys() == found.keys() and all(torch.equal(saved[key], found[key]) for key in saved)
+        assert all(torch.allclose(found[key], theirs[key], atol=1e-4) for key in found)
+
+
+@pytest.mark.slow
+def test_replicas_get_their_completions(tmp_path: Path) -> None:
+    job = dataclasses.replace(JOBS["grpo"], arguments=JOBS["grpo"].arguments | {"eval_strategy": "no"})
+    [expected], _ = _with_server(job, tmp_path / "plain")
+    histories, _ = _with_server(job, tmp_path / "dp2", "dp2")
+    for history in histories:
+        worst = differences(history, expected)
+        means = "sampling/"  # TRL's means of the means of processes
+        assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE and not name.startswith(means)}
+
+
+# ----- bad input -----
+
+
+def fails(job: Job, folder: str, layout: str, url: str, port: int) -> str:
+    """Return in what error a training ends on this rank."""
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        served(job, folder, layout, url, port)
+    return str(error.value)
+
+
+def _failure(job: Job, folder: Path, url: str) -> str:
+    one, other = run_on_ranks(2, fails, job, str(folder), "tp2", url, free_port(), timeout_s=300.0)
+    assert one == other and "\n" not in one and len(one) < 700, "one sentence, the same on all ranks"
+    return one
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_has_another_model_or_dies_is_said_on_all_ranks(tmp_path: Path) -> None:
+    job, away = JOBS["grpo"], f"http://127.0.0.1:{free_port()}"
+    (tmp_path / "reference").mkdir()
+    model_of(job, seed=4).save_pretrained(tmp_path / "reference")
+    said = _failure(job, tmp_path / "away", away)
+    assert said.startswith(f"the vLLM server at {away} failed in connect: The vLLM server can't be reached")
+    other = dataclasses.replace(job, sizes={"intermediate_size": 36})
+    with StandInServer(model_of(other)) as server:
+        said = _failure(job, tmp_path / "other", server.url)
+    assert "which serves 'stand-in', failed in update_named_params" in said
+    with StandInServer(model_of(job), dies_after=5) as server:
+        said = _failure(job, tmp_path / "dying", server.url)
+        assert "failed in update_named_params" in said and said.endswith("go on from the newest checkpoint")
+        assert not server.updates
