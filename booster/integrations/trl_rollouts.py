@@ -26,7 +26,7 @@ class CheckedRewards:
 
     def checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Return a reward function that answers zeros for what is no reward, until `raise_problem` says so."""
-        if inspect.iscoroutinefunction(function):
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
             @functools.wraps(function)
             async def answer(prompts: list[Any], **kwargs: Any) -> list[float | None]:

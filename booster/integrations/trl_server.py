@@ -11,8 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_generation import VLLMGeneration
 
 
 class ServerError(RuntimeError):
@@ -31,9 +29,9 @@ class _ClientOfFirstRank:
         ServerError: a call failed.
     """
 
-    def __init__(self, url: str, connect: Callable[[], VLLMClient], on_first_rank: Callable[..., Any]) -> None:
+    def __init__(self, url: str, connect: Callable[[], Any], on_first_rank: Callable[..., Any]) -> None:
         self._server, self._on_first_rank = f"the vLLM server at {url}", on_first_rank
-        self.client: VLLMClient | None = None
+        self.client: Any = None
 
         def connected() -> str:
             self.client = connect()
@@ -73,22 +71,31 @@ class _OnEachRank:
         return getattr(self._accelerator, name)
 
 
-class ServedGeneration(VLLMGeneration):
-    """TRL's generation by a vLLM server, of a boosted model.
+def served_generation(trainer: Any) -> type:
+    """Return TRL's class of generation by vLLM, for a trainer's model, which is boosted before weights are sent."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    return type("ServedGeneration", (_ServedGeneration, VLLMGeneration), {"_trainer": trainer})
+
+
+class _ServedGeneration:
+    """What a server needs of a boosted model, before TRL's `VLLMGeneration`.
 
     Args:
-        trainer: has the model, which is boosted before weights are sent.
-        options: of `VLLMGeneration`.
+        accelerator, options: as TRL's class takes them.
 
     Raises:
         ServerError: the server is away; raised on all ranks.
     """
 
-    def __init__(self, trainer: Any, **options: Any) -> None:
-        self._trainer = trainer
-        super().__init__(**options | {"accelerator": _OnEachRank(options["accelerator"])})
+    _trainer: Any
+
+    def __init__(self, accelerator: Any, **options: Any) -> None:
+        super().__init__(accelerator=_OnEachRank(accelerator), **options)
 
     def _init_vllm(self) -> None:
+        from trl.generation.vllm_client import VLLMClient
+
         url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         connect = partial(VLLMClient, base_url=url, group_port=self.group_port, connection_timeout=self.server_timeout)
         self.vllm_client = _ClientOfFirstRank(url, connect, self.accelerator.replicas.on_first_rank)

@@ -23,6 +23,7 @@ from booster.errors import ConfigurationError
 from booster.integrations.fused_head import AdapterReference
 from booster.integrations.trainer_arguments import check_arguments, check_job
 from booster.integrations.trl_rollouts import CheckedRewards, ToolsOfFirstRank
+from booster.integrations.trl_server import served_generation
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 from shardformer.attention import log_once
@@ -291,7 +292,8 @@ class BoostedTRLTrainer:
         self._tools = ToolsOfFirstRank(self)
         if kwargs.get("environment_factory") is not None:
             kwargs["environment_factory"] = self._tools.factory(kwargs["environment_factory"])
-        with self._of_replicas():
+        served = {"VLLMGeneration": served_generation(self)} if "trl.generation.vllm_generation" in sys.modules else {}
+        with self._of_replicas(**served):
             super().__init__(*args, plugin=plugin, **kwargs)
         self.accelerator.draws_as_plain = hasattr(self, "generation_config")
         check_options_of_model(self)
@@ -346,18 +348,14 @@ class BoostedTRLTrainer:
             return super().evaluate(*args, **kwargs)
 
     @contextmanager
-    def _of_replicas(self) -> Iterator[None]:
+    def _of_replicas(self, **ours: Callable[..., Any]) -> Iterator[None]:
         """Let the functions by which TRL's modules count processes, or take a model out of its wrapper, be ours."""
-        ours = {
+        ours |= {
             "gather": self._gather,
             "gather_object": lambda objects: self.accelerator.replicas.gather_objects(objects),
             "set_seed": self._set_seed,
             "unwrap_model_for_generation": _boosted_for_generation,
         }
-        if "trl.generation.vllm_generation" in sys.modules:
-            from booster.integrations.trl_server import ServedGeneration
-
-            ours["VLLMGeneration"] = partial(ServedGeneration, self)
         modules = [module for name, module in sys.modules.items() if name.startswith("trl.")]
         found = [(vars(module), name) for module in modules for name in ours if callable(vars(module).get(name))]
         before = [names[name] for names, name in found]

@@ -81,7 +81,8 @@ def test_a_server_gets_each_tensor_and_all_ranks_its_completions(name: str, layo
             key: (each.shape, each.dtype) for key, each in theirs.items()
         }
         if job.adapters is None:
-            saved = load_file(tmp_path / layout / f"sent-{step}" / "model.safetensors")
+            files = (tmp_path / layout / f"sent-{step}").glob("*.safetensors")
+            saved = {key: each for path in files for key, each in load_file(path).items()}
             assert saved.keys() == found.keys() and all(torch.equal(saved[key], found[key]) for key in saved)
         assert all(torch.allclose(found[key], theirs[key], atol=1e-4) for key in found)
 
