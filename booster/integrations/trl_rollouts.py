@@ -84,7 +84,6 @@ class ToolsOfFirstRank:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._is_running = False
-        self._classes: dict[type, type] = {}
         self._loop: asyncio.AbstractEventLoop | None = None  # of coroutines, which may keep connections in it
 
     def tool(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,14 +118,9 @@ class ToolsOfFirstRank:
 
         def made() -> Any:
             environment = make()
-            environment.__class__ = self._class_of(type(environment))
+            for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction):
+                if not name.startswith("_"):
+                    setattr(environment, name, self.tool(getattr(environment, name)))
             return environment
 
         return made
-
-    def _class_of(self, base: type) -> type:
-        if base not in self._classes:
-            methods = inspect.getmembers(base, predicate=inspect.isfunction)
-            told = {name: self.tool(method) for name, method in methods if not name.startswith("_")}
-            self._classes[base] = type(base.__name__, (base,), told)
-        return self._classes[base]

@@ -93,7 +93,7 @@ def test_one_rank_runs_the_tools_of_a_replica() -> None:
     first = 2 * (dist.get_rank() // 2)
     environments = tools.factory({"world": _World})
     world, other = environments["world"](), environments["world"]()
-    assert type(world) is type(other) and type(world).__name__ == "_World" and isinstance(world, _World)
+    assert type(world) is type(other) is _World, "TRL tells environments by their classes"
     assert world.look(where="here") == ["here", f"rank {first}", first]
     assert world.calls == (["here", "reset"] if dist.get_rank() == first else [])
     assert world.wait() == other.wait() == first
