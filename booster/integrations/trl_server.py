@@ -1,6 +1,6 @@
 """TRL's generation by a vLLM server: one rank talks to it, and the weights of all ranks stream to it.
 
-Client and protocol are TRL's own. What the server says goes to all ranks, failures too: all go on, or end, alike.
+Client and protocol are TRL's own. What the server says goes to all ranks, failures too: all go on, or all end.
 """
 
 from __future__ import annotations
