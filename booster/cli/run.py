@@ -120,6 +120,7 @@ EXAMPLES = (
 )
 _PROFILE_FOLDER = "profile"
 _START = Path(__file__).resolve().parents[2] / "hybrid_booster" / "site"  # imported when a rank's interpreter starts
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _QUIET_PROFILER = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it logs its start, and what it cannot see
 _ONE_MACHINE = ("1", "1:1")
 _INTERRUPTED = 130
@@ -153,6 +154,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"note: {hidden}\n")
     if not elastic:
         _prepare(options)
+    _choose_allocator()
     profile = _profile(options)
     with tempfile.TemporaryDirectory(prefix="booster-run-") as folder:
         report = Path(folder, "report")
@@ -298,6 +300,14 @@ def _prepare(options: argparse.Namespace) -> None:
         # torchrun would forward SIGINT, and each rank would print a traceback of its current position.
         options.signals_to_handle = _OWN_SIGNALS
         signal.signal(signal.SIGINT, _on_interrupt)
+
+
+def _choose_allocator() -> None:
+    """Let the memory of GPUs grow in place, unless the user has chosen: rows of many lengths leave no gaps in it."""
+    import torch
+
+    if torch.cuda.device_count() and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> NoReturn:

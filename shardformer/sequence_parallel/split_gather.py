@@ -209,6 +209,7 @@ def gather_on_entry(module: nn.Module, region: SequenceParallel, overlaps: bool 
     def start(x: Tensor) -> Tensor:
         return PendingGather(x, region).placeholder() if overlaps and x.dim() > 2 else region.gather(x)
 
+    module.gathered = region
     module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, start), with_kwargs=True)
 
 

@@ -100,6 +100,36 @@ def counts_positions(cls: type) -> bool | None:
     return True if all(of_input) and _is_found(definer(cls).forward, forward) else None
 
 
+@cache
+def computes_tokens(cls: type) -> bool:
+    """Return whether a class's forward takes one tensor, and only calls own sub-modules, adds and multiplies.
+
+    If these compute each token by itself, so does the forward. A forward of this package stands for the native one.
+    """
+    native = next((each for each in cls.__mro__ if _has_own_forward(each)), cls)
+    if native is nn.Sequential:
+        return True
+    forward = next((each for each in _methods(native) if each.name == "forward"), None)
+    if forward is None or forward.decorator_list or len(forward.args.args) != 2 or forward.args.kwonlyargs:
+        return False
+    nodes = [node for statement in forward.body for node in ast.walk(statement)]
+    return all(_is_of_tokens(node) for node in nodes) and not (forward.args.vararg or forward.args.kwarg)
+
+
+def _has_own_forward(cls: type) -> bool:
+    return "forward" in vars(cls) and not cls.__module__.startswith("shardformer.transforms")
+
+
+def _is_of_tokens(node: ast.AST) -> bool:
+    """Return whether a node is no loop, index or call that could mix tokens."""
+    if not isinstance(node, ast.Call):
+        return not isinstance(node, (*_LOOPS, ast.Subscript, ast.MatMult, ast.Lambda, *_COMPREHENSIONS))
+    if _called(node) is not None or ast.unparse(node.func) == "isinstance":
+        return True
+    method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    return method == "to" or (method == "chunk" and any(ast.unparse(each) == "dim=-1" for each in node.keywords))
+
+
 def _is_found(function: FunctionType, node: ast.FunctionDef) -> bool:
     """Return whether the function with the tree `node` is found below the decorators of `function`."""
     try:

@@ -45,6 +45,7 @@ _FIVE_GROUPS = {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim":
 _FLASH = {"enable_flash_attention": True}
 _FUSED = {"enable_jit_fused": True}
 _OVERLAP = {"enable_sequence_overlap": True}
+_TILED = {"tiled_mlp": True}
 _OPERATORS = {"gradient_checkpointing": "operators"}
 _RECOMPUTED_OVERLAP = {**_OVERLAP, "gradient_checkpointing": "full"}
 
@@ -56,6 +57,8 @@ FAST = [
     _case("gpt2", "tp2pp2", sp=True, optimizer="adamw", max_norm=_CLIP),
     _case("bert", "pp2dp2", zero=0, optimizer="momentum", max_norm=_CLIP),
     _case("llama", "tp2", sp=True, options=_OPERATORS),
+    # So many rows that a tile is one token of each, of a part of the sequence.
+    _case("llama", "tp2", sp=True, rows=40, options=_TILED),
     # Micro-batches that differ in size, and schedules.
     _case("bert", "pp2", rows=5, optimizer="adamw", options={"num_microbatches": 3}),
     # Heads that the ranks do not divide: 2, 2, 1, 1, alone and in groups around a key/value head.
@@ -65,6 +68,10 @@ FAST = [
 ]
 
 SLOW = [
+    _case("gpt2", "tp2pp2", sp=True, rows=80, options={**_TILED, **_FUSED}),
+    _case("t5", "tp2", sp=True, rows=40, options=_TILED, precision="fp32"),
+    _case("gpt_neox", "tp4", sp=True, rows=40, options=_TILED, max_norm=_CLIP),
+    _case("llama", "pp2dp2", zero=3, rows=160, options={**_TILED, "gradient_checkpointing": "full"}, optimizer="adamw"),
     _case("bert", "tp2", options=_OPERATORS),
     _case("gpt2", "tp2", options={**_OPERATORS, **_FUSED}),
     _case("opt", "tp2", sp=True, options=_OPERATORS, precision="fp32"),

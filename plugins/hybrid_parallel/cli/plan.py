@@ -20,6 +20,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.cli.arguments import count, refuse_bad_places
 from plugins.hybrid_parallel.cli.models import adapter_config, model_builder, model_of
 from plugins.hybrid_parallel.config.compute import PRECISIONS
+from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.config.zero import CPU
 from plugins.hybrid_parallel.planner import goodput
 from plugins.hybrid_parallel.planner.device import PRESETS, Device, Link, preset
@@ -93,6 +94,8 @@ def _job(options: argparse.Namespace, quantised: QuantisedBase | None) -> Job:
         raise ConfigurationError(
             "--varlen is about documents of packed rows; give their mean length, --packed-documents"
         )
+    kernels = tuple(filter(None, options.kernels.split(",")))
+    HybridParallelConfig.from_options(**dict.fromkeys(kernels, True))  # names an unknown one
     packing = None
     if options.packed_documents is not None:
         packing = Packing(options.packed_documents, options.sequence_length, options.varlen)
@@ -107,6 +110,7 @@ def _job(options: argparse.Namespace, quantised: QuantisedBase | None) -> Job:
         packing=packing,
         quantised=quantised,
         offload=None if offload == "none" else offload,
+        kernels=kernels,
     )
 
 
@@ -182,6 +186,9 @@ def parser() -> CommandParser:
     )
     command.add_argument(
         "--varlen", action="store_true", help="flash-attn keeps packed documents apart, without a mask"
+    )
+    command.add_argument(
+        "--kernels", default="", help="switches of the plugin for all layouts: tiled_mlp,enable_fused_normalization"
     )
     command.add_argument("--precision", choices=PRECISIONS[:3], default="bf16", help="of training (bf16)")
     command.add_argument("--max-tp", type=count, help="tensor-parallel ranks at most (those of a node)")

@@ -28,6 +28,7 @@ class KernelOptions(OptionGroup):
             share of each stage's layers, counted from its first; "operators" saves the results of each layer's matrix
             products and attention, and recomputes the rest; "selective" recomputes the attention kernels that store
             their scores; None keeps all activations.
+        tiled_mlp: compute feed-forwards in tiles of tokens, and recompute each tile in the backward pass.
         compile_layers: compile each layer with `torch.compile`; off by default, because no GPU has measured it.
     """
 
@@ -58,6 +59,7 @@ class KernelOptions(OptionGroup):
             0.5,
         ),
     )
+    tiled_mlp: bool = option(False, SWITCH)
     compile_layers: bool = option(False, SWITCH)
 
 

@@ -93,6 +93,7 @@ _NEEDED: dict[str, tuple[Any, str]] = {
     "ep_size": (1, "multiplies the tokens of several ranks at once"),
     "expert_capacity_factor": (None, "drops tokens by the whole batch of a rank"),
     "compile_layers": (False, "chooses kernels by measured time"),
+    "tiled_mlp": (False, "adds up the gradients of weights in tiles"),
     "offload_optimizer": (None, "adds up gradients outside of the device's memory"),
     "offload_parameters": (None, "adds up gradients outside of the device's memory"),
     "offload_activations": (None, "has not been shown to keep bits"),

@@ -157,6 +157,7 @@ _OF_OTHERS = {
     "gradient_checkpointing='full'": "activation_checkpointing activation_checkpoint gradient_checkpoint_config "
     "recompute recompute_granularity use_gradient_checkpointing checkpoint_activations",
     "compile_layers=True": "compile torch_compile use_torch_compile dynamo_backend",
+    "tiled_mlp=True": "tiled_mlp_num_shards tiled_mlp_compute mlp_chunks_for_training",
     "enable_flash_attention=True": "use_flash_attn use_flash_attention use_flash_attention_2 flash_attention "
     "attn_implementation",
     "offload_optimizer='cpu'": "cpu_offload offload optimizer_cpu_offload offload_optimizer_device fsdp_offload_params",

@@ -135,6 +135,11 @@ class HybridParallelConfig:
                 f"offload_activations={str(self.offload.offload_activations)!r} does not see what "
                 "gradient_checkpointing='operators' saves; use 'full', or offload_activations=None"
             )
+        if self.kernels.tiled_mlp and self.kernels.gradient_checkpointing == "operators":
+            problems.append(
+                "gradient_checkpointing='operators' saves the products that tiled_mlp=True computes again; use 'full', "
+                "or tiled_mlp=False"
+            )
         if self.offload.offload_parameters and self.zero.zero_stage != 3:
             problems.append(
                 f"offload_parameters={str(self.offload.offload_parameters)!r} needs zero_stage=3, which gathers "
@@ -158,6 +163,8 @@ class HybridParallelConfig:
             )
         if self.debugging.debug:
             problems.append("debug=True looks into every module, which compile_layers=True merges; use one of them")
+        if kernels.tiled_mlp:
+            problems.append("tiled_mlp=True cuts layers, which compile_layers=True needs in a graph; use one of them")
         if kernels.gradient_checkpointing == "operators":
             problems.append(
                 "gradient_checkpointing='operators' chooses what is computed again, as the compiler does under "

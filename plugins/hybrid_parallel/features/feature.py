@@ -96,6 +96,7 @@ FEATURES: tuple[tuple[str, Callable[[HybridParallelConfig, nn.Module], Any]], ..
     (f"{_HERE}.features.expert_load.CountedExperts", lambda config, model: config.policy.counts_experts),
     (f"{_HERE}.features.low_bits.QuantisedWeights", lambda config, model: _is_packed(model)),
     (f"{_HERE}.features.recomputation.Recomputation", lambda config, model: config.kernels.gradient_checkpointing),
+    (f"{_HERE}.features.recomputation.TiledFeedForwards", lambda config, model: config.kernels.tiled_mlp),
     (f"{_HERE}.features.diagnostics.Debug", lambda config, model: config.debugging.debug),
     (f"{_HERE}.features.diagnostics.RecordedSchedule", lambda config, model: config.debugging.record_schedule),
     (f"{_HERE}.offload.places.Offload", lambda config, model: config.offload != OffloadOptions()),

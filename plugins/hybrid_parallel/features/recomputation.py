@@ -1,4 +1,4 @@
-"""The option `gradient_checkpointing`: which layers of a model are recomputed in the backward pass."""
+"""Options of recomputation: which layers run again in the backward pass, and feed-forwards in tiles that do."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
 from shardformer.attention import recompute_attention, uses_registry
 from shardformer.transforms.recomputed_layers import RecomputedLayer, layers_without_recomputation, recompute_layers
+from shardformer.transforms.tiled_feed_forward import is_feed_forward, tile_feed_forwards
 from shardformer.utils.untraced import contexts_by_operators
 
 _SWITCH = "gradient_checkpointing_enable"
@@ -76,6 +77,22 @@ class Recomputation(Feature):
             )
         for layer in layers[math.ceil(self._wanted * len(layers)) :]:
             layer.gradient_checkpointing = False
+
+
+class TiledFeedForwards(Feature):
+    """Computes feed-forwards in tiles of tokens."""
+
+    def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: HybridMesh) -> None:
+        """Refuse a model without a feed-forward whose code shows that it computes each token by itself."""
+        if not any(map(is_feed_forward, model.modules())):
+            raise ConfigurationError(
+                f"tiled_mlp=True finds no feed-forward of {type(model).__name__} that computes each token by itself; "
+                "use tiled_mlp=False"
+            )
+
+    def sharded(self, parts: Parts) -> None:
+        """Run the feed-forwards of this rank in tiles."""
+        tile_feed_forwards(parts.module)
 
 
 def _recomputed_models(model: nn.Module) -> list[nn.Module]:

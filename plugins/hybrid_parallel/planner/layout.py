@@ -29,6 +29,7 @@ class Layout:
         offload_optimizer, offload_parameters, offload_activations: None, "cpu" or a directory, where these are between
             their uses.
         precision: precision of parameters and activations.
+        kernels: further switches of the plugin.
     """
 
     dp_size: int
@@ -48,6 +49,7 @@ class Layout:
     offload_parameters: str | None = None
     offload_activations: str | None = None
     precision: str = "bf16"
+    kernels: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -98,6 +100,7 @@ class Layout:
             "num_microbatches": self.num_microbatches,
             "zero_stage": self.zero_stage,
             "precision": self.precision,
+            **dict.fromkeys(self.kernels, True),
         }
         if self.cp_size > 1:
             options["cp_size"] = self.cp_size

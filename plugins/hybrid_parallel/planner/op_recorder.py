@@ -91,6 +91,7 @@ _COLLECTIVES = {
     "broadcast": "broadcast",
 }
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "varlen_attn")
 _MOVES_NOTHING = ("empty", "_unsafe_view", "detach", "alias", "lift_fresh", "record_stream", "set_", "resize_")
 
 
@@ -249,8 +250,8 @@ def count_operator(
     """
     name = func._schema.name.partition("::")[2]
     size = float(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)))
-    if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
-        is_causal = any(value is True for value in args)
+    if any(each in name for each in _ATTENTION):
+        is_causal = any(value is True or value == [-1, 0] for value in args if not isinstance(value, Tensor))
         return Operator("attention", _attention_flops(name, is_causal, inputs), size, is_causal=is_causal)
     if name == "_grouped_mm":
         return Operator("matmul", 2.0 * inputs[0].numel() * inputs[1].shape[-1], size)
@@ -267,11 +268,19 @@ def _functional(name: str) -> Any:
 
 
 def _attention_flops(name: str, is_causal: bool, inputs: list[Tensor]) -> float:
-    """Count the FLOPs of two matmuls (five in the backward pass), halved if the operator is marked as causal."""
+    """Count the FLOPs of two matmuls (five in the backward pass), halved if the operator is marked as causal.
+
+    Of packed documents, [tokens, heads, head_dim], as if all were equally long: their borders are values.
+    """
     backward = "backward" in name
     query, key = inputs[1 if backward else 0], inputs[2 if backward else 1]
-    *batch_and_heads, length, width = query.shape
-    flops = 4.0 * math.prod(batch_and_heads) * length * key.shape[-2] * width
+    if "varlen" in name:
+        length, heads, width = query.shape
+        borders = next(each for each in inputs if each.dim() == 1)
+        flops = 4.0 * heads * length * len(key) / (len(borders) - 1) * width
+    else:
+        *batch_and_heads, length, width = query.shape
+        flops = 4.0 * math.prod(batch_and_heads) * length * key.shape[-2] * width
     return flops * (2.5 if backward else 1.0) * (0.5 if is_causal else 1.0)
 
 

@@ -51,6 +51,7 @@ class Job:
     offload: str | None = None
     styles: tuple[tuple[str, int], ...] | None = None  # pairs (pipeline schedule, stages per rank); None for all
     zero_stages: tuple[int, ...] | None = None  # ZeRO stages; None for all
+    kernels: tuple[str, ...] = ()  # switches of the plugin that all layouts have, such as `tiled_mlp`
 
 
 @random_numbers_apart()
@@ -169,7 +170,8 @@ def _search(
         device = replace(device, memory=job.memory)
     quantised = frozenset() if job.quantised is None else job.quantised.names(model.model)
     names = frozenset(name_in_skeleton(name, model.lists) for name in quantised)
-    profiler = Profiler(build, job.length, device, job.precision, rows, measured, job.quantised, names, job.packing)
+    further = {"quantised": job.quantised, "quantised_names": names, "packing": job.packing, "kernels": job.kernels}
+    profiler = Profiler(build, job.length, device, job.precision, rows, measured, **further)
     return search(Predictor(model, profiler), space), device
 
 
@@ -188,6 +190,7 @@ def _space(model: ModelMap, job: Job, device: Device | None) -> Space:
         tuple(model.ep_sizes),
         node_size=node_size,
         place=job.offload,
+        kernels=job.kernels,
         **{name: value for name, value in chosen.items() if value is not None},
     )
 

@@ -154,6 +154,7 @@ class Profiler:
     quantised: QuantisedBase | None = None  # how the base is stored; None if it is not quantised
     quantised_names: frozenset[str] = frozenset()  # the quantised weights, by their names in the pruned model
     packing: Packing | None = None  # the documents of packed rows; None for one document in each sample
+    kernels: tuple[str, ...] = ()  # switches of the plugin that layers are built with, such as `tiled_mlp`
 
     def profile(self, tp_size: int, sequence: bool) -> Profile:
         """Profile tensor-parallel rank 0 of `tp_size`.
@@ -203,6 +204,7 @@ class Profiler:
             enable_sequence_parallelism=sequence,
             precision=self.precision,
             nonfinite="ignore",
+            **dict.fromkeys(self.kernels, True),
         )
 
     def _locals(self, model: nn.Module) -> dict[str, LocalParameter]:

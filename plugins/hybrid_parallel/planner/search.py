@@ -41,6 +41,7 @@ class Space:
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages, of 0 to 3
     node_size: int | None = None  # number of devices of a node; further layouts share states within nodes alone
     place: str | None = None  # where layouts offload to, "cpu" or a directory; None for layouts without offload only
+    kernels: tuple[str, ...] = ()  # switches of the plugin that all layouts have
 
     def layouts(self) -> Iterator[Layout]:
         """Iterate over all layouts without offload, whether or not they fit into memory."""
@@ -72,6 +73,7 @@ class Space:
                     zero_stage=zero_stage,
                     zero_size=zero_size,
                     precision=self.precision,
+                    kernels=self.kernels,
                 )
 
     def offloaded(self) -> Iterator[Layout]:

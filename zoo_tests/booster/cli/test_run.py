@@ -6,12 +6,15 @@ for what the launcher makes of it.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from booster.cli import run
 from zoo_tests.booster.cli.job import SENTENCE
 from zoo_tests.booster.cli.started import Ended, Started, start_alone, start_job
 from zoo_tests.harness.ports import free_port
@@ -25,6 +28,18 @@ def assert_no_noise(result: Ended) -> None:
     """No report of the launcher on top of what the ranks said."""
     for noise in ("ChildFailedError", "closing signal", "elastic", "Setting OMP_NUM_THREADS"):
         assert noise not in result.err
+
+
+@pytest.mark.parametrize(("gpus", "chosen"), [(1, None), (0, None), (1, "max_split_size_mb:64")])
+def test_memory_of_gpus_grows_in_place_unless_the_user_has_chosen(
+    gpus: int, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {} if chosen is None else {"PYTORCH_CUDA_ALLOC_CONF": chosen}
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    run._choose_allocator()
+    is_set = gpus and chosen is None
+    assert os.environ == (given | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if is_set else given)
 
 
 @pytest.mark.slow

@@ -72,6 +72,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"gradient_checkpointing": "operators", "offload_activations": "cpu"},
         r"offload_activations='cpu' does not see what gradient_checkpointing='operators' saves; use 'full', or",
     ),
+    (
+        {"gradient_checkpointing": "operators", "tiled_mlp": True},
+        r"gradient_checkpointing='operators' saves the products that tiled_mlp=True computes again; use 'full', or",
+    ),
+    ({"tiled_mlp": True, "compile_layers": True}, r"tiled_mlp=True cuts layers, which compile_layers=True needs"),
     ({"fp8_recipe": "rowwise"}, r"fp8_recipe='rowwise' needs precision='fp8'; use it, or fp8_recipe='tensorwise'"),
     ({"gradient_checkpointing": 1.5}, r"gradient_checkpointing=1.5 is not available; use .* a share .* such as 0.5"),
     ({"num_microbatches": 2, "microbatch_size": 1}, r"num_microbatches and microbatch_size are both given"),
@@ -148,7 +153,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 54
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 55
 
 
 @pytest.mark.parametrize("name", OPTIONS)

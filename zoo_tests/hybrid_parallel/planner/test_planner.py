@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from booster.errors import ConfigurationError
@@ -22,6 +28,7 @@ from plugins.hybrid_parallel.planner.costs import TooLarge
 from plugins.hybrid_parallel.planner.device import PRESETS, Link, preset
 from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.layout import Layout
+from plugins.hybrid_parallel.planner.model_flops import FlopCounter
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.rank_memory import peak_activations
@@ -282,6 +289,32 @@ def test_experts_that_do_not_fit_on_a_rank_are_shared() -> None:
     assert model.ep_sizes == [1, 2, 4, 8] and best.ep_size > 1
     assert HybridParallelConfig.from_options(**best.options()).parallel.ep_size == best.ep_size
     assert f"ep{best.ep_size}" in str(best) and best.description()["ep_size"] == best.ep_size
+
+
+def test_tiled_feed_forwards_hold_one_tile_between_their_products() -> None:
+    length, build = 512, _build(2)
+    plain, tiled = (Profiler(build, length, PRESETS["H100"], "bf16", kernels=each) for each in ((), ("tiled_mlp",)))
+    before, after = (each.profile(1, False).at(1)["layer", 0, 0] for each in (plain, tiled))
+    widened = length * 3 * 128 * 2  # bytes of [tokens, intermediate] in bf16
+    assert before.saved - after.saved >= 4 * widened, "gate, up, activation and product"
+    assert after.flops == before.flops
+    assert after.backward_peak <= before.backward_peak
+    layout = Layout(1, 1, 1, kernels=("tiled_mlp",))
+    assert HybridParallelPlugin(**layout.options()).config.kernels.tiled_mlp
+
+
+def test_attention_of_packed_documents_is_counted_like_that_of_rows() -> None:
+    def flops(attend: Callable[[Tensor], Tensor], *shape: int) -> float:
+        with FlopCounter() as counter:
+            attend(torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        return counter.flops
+
+    with FakeTensorMode():
+        borders = torch.arange(0, 513, 128, dtype=torch.int32)
+        options = {"window_size": (-1, 0)}
+        packed = flops(lambda x: varlen_attn(x, x, x, borders, borders, 128, 128, **options), 512, 8, 64)
+        rows = flops(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), 4, 8, 128, 64)
+    assert packed == rows > 0
 
 
 def test_lengths_beyond_the_model_are_refused_in_one_sentence() -> None:
