@@ -81,15 +81,57 @@ class TokenDispatcher:
         # Rows to and from each rank. Sizes of tensors are numbers of the host: each layer waits for the device here.
         sent, received = totals.tolist()
 
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         order = order[: sum(sent)]  # choices of no expert come last
-        rows = all_to_all_uneven(hidden[order // num_choices], sent, received, self.group)
+        rows = all_to_all_uneven(_SentRows.apply(hidden, order, places), sent, received, self.group)
         experts_here = torch.arange(len(arriving) // self.num_ranks, device=rows.device).repeat(self.num_ranks)
         found = _run_experts(experts, rows, experts_here.repeat_interleave(arriving, output_size=len(rows)))
         back = all_to_all_uneven(found, received, sent, self.group)
 
-        pairs = back.new_zeros(len(chosen), back.shape[1]).index_copy(0, order, back)
-        weighted = pairs.unflatten(0, index.shape) * weights.unsqueeze(-1)
-        return weighted.sum(1).to(hidden.dtype)
+        pairs = _ReturnedRows.apply(back, order, places).unflatten(0, index.shape)  # [tokens, k, hidden]
+        if pairs.dtype != weights.dtype:
+            return (pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        return torch.bmm(weights.unsqueeze(1), pairs).squeeze(1).to(hidden.dtype)  # without weighted pairs in memory
+
+
+class _SentRows(torch.autograd.Function):
+    """[tokens, hidden] -> [rows, hidden], the token of each choice that is sent.
+
+    The gradient of a token gathers those of its choices, too: a sum by index sorts them once more, and adds in 16 bit.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        """Gather; `order`: [rows] choices, `places`: [tokens * k], the inverse permutation."""
+        ctx.save_for_backward(places)
+        ctx.num_choices = len(places) // max(len(hidden), 1)
+        return hidden.index_select(0, order // max(ctx.num_choices, 1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return _by_choice(grad, places).unflatten(0, (-1, max(ctx.num_choices, 1))).sum(1), None, None
+
+
+class _ReturnedRows(torch.autograd.Function):
+    """[rows, hidden] -> [tokens * k, hidden], zero for choices of no expert."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        """Gather; `order` and `places` as in `_SentRows`."""
+        ctx.save_for_backward(order)
+        return _by_choice(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.index_select(0, *ctx.saved_tensors), None, None
+
+
+def _by_choice(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the row of each choice; one of zeros, added at the end, for those that were not sent."""
+    if len(rows) < len(places):
+        rows, places = F.pad(rows, (0, 0, 0, 1)), places.clamp(max=len(rows))
+    return rows.index_select(0, places)
 
 
 class ExpertCapacity:

@@ -219,14 +219,14 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     # expert_parallel
     "rows come back in the order of experts": Edit(
         "shardformer.expert_parallel.experts",
-        ".index_copy(0, order, back)",
-        ".index_copy(0, order.sort().values, back)",
+        "_ReturnedRows.apply(back, order, places)",
+        "_ReturnedRows.apply(back, order, order)",
         (f"{EXPERTS}[{_MIXTRAL}]",),
     ),
     "routing weights of the other choice": Edit(
         "shardformer.expert_parallel.experts",
-        "* weights.unsqueeze(-1)",
-        "* weights.flip(1).unsqueeze(-1)",
+        "torch.bmm(weights.unsqueeze(1), pairs)",
+        "torch.bmm(weights.flip(1).unsqueeze(1), pairs)",
         (f"{EXPERTS}[{_MIXTRAL}]",),
     ),
     "an expert takes one token too many": Edit(

@@ -133,6 +133,9 @@ def test_a_gpu_is_waited_for_once_a_layer(two_fake_ranks: None) -> None:
     assert outcome.is_meta and outcome.shape == hidden.shape
     lines = {place.partition(" < ")[0].rpartition("/")[2] for place in counts.syncs}
     assert len(lines) == 1, f"more than the sizes is waited for: {counts.syncs}"
+    names = [name.rpartition("::")[2].partition(".")[0] for name in counts.kernels.elements()]
+    passes = [name for name in names if name in ("index", "index_select", "index_copy", "bmm", "mul", "clone")]
+    assert sorted(passes) == ["bmm", *["index_select"] * 3], "weighted rows; rows out, rows back, experts of rows"
 
 
 def test_first_choices_of_early_tokens_go_first() -> None:
