@@ -191,8 +191,10 @@ class Booster:
     ) -> Iterator[tuple[str, Any]]:
         """Return an iterator over the names and whole tensors that `save_model` would write, under any layout.
 
-        Every rank iterates, and the weights must not change meanwhile. A rank that leaves the loop early takes part in
-        the gathers that are left. Tensors are on the device of the ranks, and may be kept.
+        Every rank iterates. A rank that leaves the loop early takes part in the gathers that are left. Tensors are on
+        the device of the ranks, and may be kept. Where all ranks step an optimizer between two turns of the loop, the
+        stream goes on with the weights that it began with: each rank first copies those of its shards that are still
+        to come to host memory. Nothing else may change the weights meanwhile.
 
         Args:
             dtype: dtype of floating-point tensors; None for their own.
@@ -204,7 +206,8 @@ class Booster:
                 `sizes` and `values`. Replicas have the same pieces, but under `zero_stage=3` others.
 
         Raises:
-            ConfigurationError: an argument is invalid, or an adapter cannot be merged.
+            ConfigurationError: an argument is invalid, an adapter cannot be merged, or an optimizer has stepped since
+                the first piece of `shards=True`.
         """
         return self.plugin.checkpoint_io.weights(model, dtype, bucket_size_in_mb, to_rank, merge_adapters, shards)
 

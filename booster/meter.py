@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from shardformer.distributed.process_groups import world_group
 
 _logger = get_logger(__name__)
 _TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids")
-_SHOWN = {"loss": ".4f", "learning_rate": ".2e", "tokens_per_second": ",.0f", "samples_per_second": ",.1f"}
+_SHOWN = {
+    "loss": ".4f",
+    "learning_rate": ".2e",
+    "tokens_per_second": ",.0f",
+    "samples_per_second": ",.1f",
+    "generated_tokens_per_second": ",.0f",
+    "generating_share": ".0%",
+}
 
 
 class Meter:
@@ -56,7 +64,8 @@ class Meter:
         self.initial_step = self.current_step = initial_step
         self.every = max(1, every)
         self.peak_flops = plugin.peak_flops() if peak_flops is None else peak_flops
-        self._counts = {"samples": 0.0, "tokens": 0.0, "flops": 0.0}
+        self._counts = {"samples": 0.0, "tokens": 0.0, "flops": 0.0, "generated": 0.0}
+        self._generating = 0.0  # seconds
         self._knows_flops = self.peak_flops is not None
         self._figures: dict[str, float] = {}
         self._began = self._since = time.perf_counter()
@@ -80,6 +89,21 @@ class Meter:
             self._knows_flops = flops is not None
             self._counts["flops"] += flops or 0.0
 
+    @contextmanager
+    def generating(self) -> Iterator[Callable[[Tensor | float], None]]:
+        """Time what makes samples in this context; all ranks enter it.
+
+        Yields:
+            A function that counts the new tokens of this replica: a number, or a mask of them.
+        """
+
+        def count(tokens: Tensor | float) -> None:
+            self._counts["generated"] += float(tokens.sum() if isinstance(tokens, Tensor) else tokens)
+
+        began = time.perf_counter()
+        yield count
+        self._generating += time.perf_counter() - began
+
     def step(self, loss: Tensor | float | None = None, batch: Any = None, lr: float | None = None) -> None:
         """Note the end of an optimizer step; all ranks call it.
 
@@ -99,16 +123,20 @@ class Meter:
     def measure(self, loss: Tensor | float | None = None, lr: float | None = None) -> dict[str, float]:
         """Make figures of what was counted since the last ones; all ranks call it, and get the same figures."""
         now = time.perf_counter()
-        seconds, whole, memory = _largest([now - self._since, now - self._began, _memory_of_this_rank()])
+        own = [now - self._since, now - self._began, _memory_of_this_rank(), self._generating]
+        seconds, whole, memory, generating = _largest(own)
         self._since = now
         counts = _summed(list(self._counts.values()), _ranks_of_a_replica(self.plugin))
-        samples, tokens, flops = counts
+        samples, tokens, flops, generated = counts
         figures = {} if loss is None else {"loss": float(loss)}
         if lr is not None:
             figures["learning_rate"] = float(lr)
         if tokens:
             figures["tokens_per_second"] = tokens / seconds
         figures["samples_per_second"] = samples / seconds
+        if generating:
+            figures["generated_tokens_per_second"] = generated / seconds
+            figures["generating_share"] = min(generating / seconds, 1.0)
         if self._knows_flops and flops:
             # A backward pass costs twice the forward pass.
             figures["mfu"] = 3 * flops / seconds / (self.peak_flops * _world_size())
@@ -118,7 +146,7 @@ class Meter:
         if self.total_steps is not None:
             done = self.current_step - self.initial_step
             figures["eta_s"] = whole / max(done, 1) * (self.total_steps - self.current_step)
-        self._counts = dict.fromkeys(self._counts, 0.0)
+        self._counts, self._generating = dict.fromkeys(self._counts, 0.0), 0.0
         self._figures = figures
         self._show()
         return figures
@@ -126,7 +154,9 @@ class Meter:
     def figures(self) -> dict[str, float]:
         """Return the latest figures, as trackers take them.
 
-        `loss`; `learning_rate`; `tokens_per_second` and `samples_per_second` over all ranks; `mfu`, the FLOP/s of the
+        `loss`; `learning_rate`; `tokens_per_second` and `samples_per_second` over all ranks;
+        `generated_tokens_per_second` over all ranks, and `generating_share`, the share of the time in `generating`, if
+        that was entered; `mfu`, the FLOP/s of the
         model over those that the devices promise, if both are known; `max_vio`, the most by which the fullest expert of
         a layer exceeds the mean of its layer (arXiv 2408.15664), if the plugin counts tokens; `memory_mib` of the
         fullest rank; `eta_s`.

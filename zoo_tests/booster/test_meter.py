@@ -48,6 +48,9 @@ def _measure(layout: str) -> dict[str, float]:
     rows = 2 + 2 * booster.plugin.dp_rank  # of each replica
     meter._since -= 1.0  # a second has passed
     meter._began -= 1.0
+    with meter.generating() as count:
+        count(_batch(rows, padded=5)["attention_mask"])
+    meter._generating += 0.4
     meter.step(torch.tensor(2.5), _batch(rows, padded=3))
     assert meter.figures() == {}
     meter.step(torch.tensor(1.5), _batch(rows), lr=0.25)
@@ -65,6 +68,8 @@ def test_figures_are_those_of_all_ranks(layout: str) -> None:
     seconds = 2 * rows / found["samples_per_second"]
     assert 1.0 <= seconds <= 1.0 + took
     assert found["tokens_per_second"] * seconds == pytest.approx(rows * (5 + 8))
+    assert found["generated_tokens_per_second"] * seconds == pytest.approx(rows * 3)
+    assert 0.4 <= found["generating_share"] * seconds <= 0.4 + took
     promised = _PEAK * len(figures)
     assert found["mfu"] * seconds * promised == pytest.approx(3 * 2 * _forward_flops(rows, 8), rel=0.05)
     assert found["memory_mib"] > 50

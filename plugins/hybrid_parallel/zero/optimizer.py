@@ -42,6 +42,8 @@ def updating(optimizer: HybridParallelOptimizer, overlaps: bool = False) -> Iter
     Args:
         overlaps: whether the all-gather of parameters may run until the next forward pass.
     """
+    for keep in optimizer.before_update:
+        keep()
     optimizer.begin_update()
     optimizer.wholes.gather_values()
     yield
@@ -186,6 +188,7 @@ class HybridParallelOptimizer(GuardedOptimizer):
         self.trace, self.peers = context.trace, context.optimizers
         self.options, self.num_steps = options, 0
         self._norm: Tensor | None = None
+        self.before_update: list[Callable[[], None]] = []  # of readers of the weights, which then change
         self.step_was_skipped = self.has_missed_pass = False
         self._awaits_step = False  # whether a pass has left gradients since the last step
         self._accumulates = False  # whether a pass of this model is newer than the last step and zero_grad

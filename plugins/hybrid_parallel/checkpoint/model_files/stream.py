@@ -3,11 +3,15 @@
 The ranks of a stage gather the tensors of a bucket from the replicas that share them (ZeRO stage 3), then from the
 tensor- and expert-parallel ranks, and convert them to the layout of files. A broadcast brings them to the other stages.
 While the caller uses one bucket, the next one is on its way.
+
+An optimizer that steps meanwhile leaves the stream as it was: what is still to come is first copied to host memory, of
+each rank its own shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -16,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from booster import failure
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.model_files.formats import to_files
 from plugins.hybrid_parallel.checkpoint.model_files.peft import (
@@ -81,17 +86,44 @@ class WeightStream:
         self._model, self._dtype, self._to_rank = model, dtype, to_rank
         self._merged = MergedAdapters(model) if merges and has_adapters(model.unwrap()) else None
         self.buckets = cut_by_size([*self._items()], size // _IN_MEMORY)
+        self._kept: dict[Tensor, Tensor] = {}  # this rank's values before an optimizer changed them
+        self._arriving: _Arrival | None = None
+        self._begun = 0  # buckets of this stage that are gathered, or on their way
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        with self._before_updates(self._keep):
+            yield from self._whole()
+
+    @contextmanager
+    def _before_updates(self, call: Callable[[], None]) -> Iterator[None]:
+        hooks = [optimizer.before_update for optimizer in self._model.optimizers]
+        for each in hooks:
+            each.append(call)
+        try:
+            yield
+        finally:
+            for each in hooks:
+                each.remove(call)
+
+    def _keep(self) -> None:
+        """Copy what has not been gathered yet, before an optimizer changes it."""
+        if self._arriving is not None:
+            self._arriving.finish()
+        for _, tensor in _tensors([*chain.from_iterable(self.buckets[self._begun :])]):
+            for needed in self._read_for(tensor):
+                if needed.requires_grad and needed not in self._kept:
+                    self._kept[needed] = _own(needed, self._model.gathers.holder(needed)).to("cpu", copy=True)
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
         stages = all_gather_json([_described(bucket) for bucket in self.buckets], self.mesh.group("pp"))
         places = [(stage, index) for stage, buckets in enumerate(stages) for index in range(len(buckets))]
         coming = (_Arrival(self, *place, _slots(stages[place[0]][place[1]])) for place in places)
         seen: set[str] = set()
-        arriving = next(coming, None)
+        self._arriving = next(coming, None)
         try:
-            while arriving is not None:
-                bucket, memory = arriving, arriving.finish()
-                arriving = next(coming, None)
+            while self._arriving is not None:
+                bucket, memory = self._arriving, self._arriving.finish()
+                arriving = self._arriving = next(coming, None)
                 for slot in bucket.slots:
                     # Every stage has the buffers of the whole model; one of them is enough.
                     if slot.name not in seen and self._to_rank in {None, dist.get_rank()}:
@@ -101,13 +133,23 @@ class WeightStream:
                 seen.update(slot.name for slot in bucket.slots)
                 del bucket, memory
         except GeneratorExit:  # the caller has enough, and other ranks may not
-            for each in chain([] if arriving is None else [arriving], coming):
+            for each in chain([] if self._arriving is None else [self._arriving], coming):
                 each.finish()
             raise
 
     def shards(self) -> Iterator[tuple[str, GlobalTensor]]:
-        """Yield (name, this rank's rectangles); a tensor that files hold in another form comes whole, from one rank."""
+        """Yield (name, this rank's rectangles); a tensor that files hold in another form comes whole, from one rank.
+
+        Raises:
+            ConfigurationError: if an optimizer has changed the weights since the first.
+        """
+        begun = self._model.step_number
         for item in chain.from_iterable(self.buckets):
+            if self._model.step_number != begun:
+                raise ConfigurationError(
+                    "booster.weights(shards=True) has yielded pieces of a step, and the optimizer has stepped since; "
+                    "take all pieces before, or use shards=False, which goes on with the weights it began with"
+                )
             if not item.unit.keeps_values:
                 whole = _completed(self.gathered([item]))
                 if all(spec_of(tensor).rank == 0 for tensor in item.tensors.values()):
@@ -154,8 +196,10 @@ class WeightStream:
         values: dict[Tensor, Tensor] = {}
         works: list[dist.Work] = []
         for _, tensor in _tensors(items):
-            for needed in (tensor, *(self._merged.factors(tensor) if self._merged is not None else ())):
-                values[needed], started = _from_replicas(needed, self._model.gathers.holder(needed), self.mesh.device)
+            for needed in self._read_for(tensor):
+                holder = self._model.gathers.holder(needed)
+                own = self._kept.get(needed, _own(needed, holder)).to(self.mesh.device)
+                values[needed], started = _from_replicas(needed, own, holder)
                 works += started
         yield works
         return {
@@ -164,6 +208,10 @@ class WeightStream:
             )
             for name, tensor in _tensors(items)
         }
+
+    def _read_for(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors of this rank that a tensor of the files is made of."""
+        return tensor, *(self._merged.factors(tensor) if self._merged is not None else ())
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -212,6 +260,7 @@ class _Arrival:
     def _run(self, stream: WeightStream, stage: int, index: int) -> Iterator[list[dist.Work]]:
         pipeline = stream.mesh.group("pp")
         if stage == stream.mesh.rank("pp"):
+            stream._begun = index + 1
             found = yield from stream.gathered(stream.buckets[index])
             for slot in self.slots:
                 slot.view(self._memory).copy_(found.pop(slot.name))
@@ -256,14 +305,16 @@ def _slots(described: Sequence[Sequence]) -> list[Slot]:
     return found
 
 
-def _from_replicas(
-    tensor: Tensor, holder: ShardedParameters | None, device: torch.device
-) -> tuple[Tensor, list[dist.Work]]:
+def _own(tensor: Tensor, holder: ShardedParameters | None) -> Tensor:
+    """Return what this rank has of a tensor: its shard, [local shape], or its slice of that."""
+    return tensor.detach() if holder is None else holder.own_slice(tensor)[2]
+
+
+def _from_replicas(tensor: Tensor, own: Tensor, holder: ShardedParameters | None) -> tuple[Tensor, list[dist.Work]]:
     """Start to gather a tensor from the replicas that share it; return where it arrives, [local shape]."""
     if holder is None:
-        return tensor.detach(), []
-    own = holder.own_slice(tensor)[2]
-    flat = torch.empty(tensor.numel(), dtype=own.dtype, device=device)
+        return own, []
+    flat = torch.empty(tensor.numel(), dtype=own.dtype, device=own.device)
     works = []
     for rank in range(dist.get_world_size(holder.options.shard_group)):
         part = holder.slice_on(rank, tensor)

@@ -130,6 +130,42 @@ def test_adapters_alone_and_merged(name: str, tmp_path: Path) -> None:
     run_on_ranks(2, _check_adapters, family, options, adapted, tmp_path)
 
 
+def _check_steps_meanwhile(options: dict[str, Any]) -> None:
+    """A stream that training overtakes has the weights of its beginning, and the next one those of the last step."""
+    model = _model("llama")
+    booster = Booster(HybridParallelPlugin(**options))
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ids = torch.randint(3, 60, (4, 6), generator=torch.Generator().manual_seed(2))
+    before = {name: each.clone() for name, each in booster.weights(model)}
+    stream, pieces, found = booster.weights(model, bucket_size_in_mb=0.01), booster.weights(model, shards=True), {}
+    next(pieces)
+    for turn, (name, tensor) in enumerate(stream):
+        found[name] = tensor.clone()
+        if turn in {0, 3}:
+            booster.execute_pipeline({"input_ids": ids, "labels": ids}, model, optimizer=optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    _equal(found, before)
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in booster.weights(model) if "proj" in name)
+    with pytest.raises(ConfigurationError, match="pieces of a step, and the optimizer has stepped since; take"):
+        next(pieces)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"tp_size": 2}),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [(2, {"pp_size": 2}), (2, {"zero_stage": 3}), (4, {"tp_size": 2, "zero_stage": 3})]
+        ),
+    ],
+    ids=str,
+)
+def test_training_overtakes_a_stream(ranks: int, options: dict[str, Any]) -> None:
+    run_on_ranks(ranks, _check_steps_meanwhile, options)
+
+
 @distributed(2)
 def test_memory_beyond_the_model() -> None:
     """What is alive at any turn of the loop, beyond what was before, is less than the size that was asked for."""
