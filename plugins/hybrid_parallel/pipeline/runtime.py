@@ -99,37 +99,21 @@ class PipelineRuntime:
     @cached_property
     def stage_parameters(self) -> dict[int, frozenset[nn.Parameter]]:
         """The parameters of each stage of this rank."""
-        return {stage: frozenset(self.parameters_of(stage)) for stage in self.stages}
+        found = {}
+        for stage in self.stages:
+            with self.viewing(stage):
+                found[stage] = frozenset(self.module.parameters())
+        return found
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Precision of the weights by now; a model that is not trained may be converted after `boost`."""
         return next((param.dtype for param in self.module.parameters() if param.is_floating_point()), None)
 
-    def parameters_of(self, stage: int) -> list[nn.Parameter]:
-        """Return the parameters that a stage of this rank uses."""
-        with self.viewing(stage):
-            return list(self.module.parameters())
-
     def viewing(self, stage: int) -> AbstractContextManager[None]:
         """Return a context in which the module has the modules of a stage of this rank."""
         views = getattr(self.module, "stage_views", None)
         return views.running(stage, None) if views is not None else nullcontext()
-
-    def begin(
-        self,
-        microbatches: Sequence[dict[str, Any]],
-        loss_function: LossFunction,
-        stage_loss: RouterBalance | None = None,
-    ) -> PassState:
-        """Return the state of a pass over `microbatches`, before any of its turns.
-
-        Args:
-            microbatches: the model's inputs, one mapping per micro-batch.
-            loss_function: maps the outputs of a micro-batch on the last stage to the value whose gradients are added.
-            stage_loss: a loss of what happens inside stages; it needs all forward passes before any backward pass.
-        """
-        return PassState(self, microbatches, loss_function, stage_loss)
 
     def flush(self) -> None:
         """Wait until everything that this rank's stages sent has been received."""
@@ -145,14 +129,20 @@ class PipelineRuntime:
 
 
 class PassState:
-    """State of one run: posted receives, and forwards that wait for their backward pass."""
+    """State of one pass over a batch: posted receives, and forwards that wait for their backward pass.
+
+    Args:
+        microbatches: the model's inputs, one mapping per micro-batch.
+        loss_function: maps the outputs of a micro-batch on the last stage to the value whose gradients are added.
+        stage_loss: a loss of what happens inside stages; it needs all forward passes before any backward pass.
+    """
 
     def __init__(
         self,
         runtime: PipelineRuntime,
         microbatches: Sequence[dict[str, Any]],
         loss_function: LossFunction,
-        stage_loss: RouterBalance | None,
+        stage_loss: RouterBalance | None = None,
     ) -> None:
         self.runtime, self.microbatches, self.loss_function = runtime, microbatches, loss_function
         self.stage_loss = stage_loss

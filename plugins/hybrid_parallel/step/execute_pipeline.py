@@ -54,7 +54,8 @@ def run_batch(
     this = Pass(PassKind.STEP if trains else PassKind.EVALUATE, batch.entries, bool(split.own))
     with in_pass(model, this, inputs, loss.reading(model, keeps_outputs=return_outputs)):
         backwards = BackwardPasses(model.reducers, runtime.stage_parameters) if trains else None
-        state = runtime.begin(inputs, _finish_forward(model, loss, len(split.own), trains, outputs), loss.balance)
+        finish = _finish_forward(model, loss, len(split.own), trains, outputs)
+        state = PassState(runtime, inputs, finish, loss.balance)
         if loss.balance is None and not loss.needs_all_forwards:
             state.execute(runtime.turns(len(inputs), trains), backwards)
         else:

@@ -174,7 +174,7 @@ class PipelineCall:
 
         this = Pass(PassKind.TRAIN if trains else PassKind.EVALUATE, batch.entries, bool(own))
         with in_pass(model, this, inputs, loss.reading(model, keeps_outputs=True)):
-            self.passes = runtime.begin(inputs, finish_forward, loss.balance)
+            self.passes = PassState(runtime, inputs, finish_forward, loss.balance)
             self.passes.execute(runtime.phases(len(inputs))[0])
         self.balance = loss.balance
         self._not_made = dict.fromkeys(CACHE_NAMES, CACHE_WITHHELD) if model.options.would_cache(batch.entries) else {}
