@@ -39,6 +39,7 @@ from plugins.hybrid_parallel.checkpoint.state.atomic_save import (
     partial_directory,
     remove_remains,
 )
+from plugins.hybrid_parallel.checkpoint.state.dcp_storage import read_tensors, write_tensors
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, header_checksum, merge_tensors
 from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX, buffers_of_earlier_stages, model_tensors
@@ -49,7 +50,6 @@ from plugins.hybrid_parallel.checkpoint.state.snapshot_files import (
     keep_global_batch,
     newest_snapshot,
 )
-from plugins.hybrid_parallel.checkpoint.state.tensor_storage import read_tensors, write_tensors
 from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, manifest_of, restore, take_snapshot
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, gather_json, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plugins.hybrid_parallel.checkpoint.state.dcp_storage import plan_reads
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
-from plugins.hybrid_parallel.checkpoint.state.tensor_storage import plan_reads
 from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
 from shardformer.distributed.process_groups import message_group, world_group
 
@@ -80,7 +80,10 @@ def read_from_ranks(
         ConfigurationError: a tensor is missing, or has another shape; raised on all ranks.
     """
     reads = raise_on_all_ranks(lambda: plan_reads(tensors, manifest))
-    asked = [[read.name, list(read.chunk.offsets), list(read.start), list(read.sizes)] for read in reads]
+    asked = [
+        [item.storage_index.fqn, list(item.storage_index.offset), list(item.storage_offsets), list(item.lengths)]
+        for item, _ in reads
+    ]
     files = {(name, each.offsets): each.file for name, tensor in manifest.tensors.items() for each in tensor.chunks}
     moves = []
     for target, parts in enumerate(all_gather_json(asked)):
@@ -90,7 +93,7 @@ def read_from_ranks(
             source = target if target in ranks else ranks[target % len(ranks)]
             moves.append(_Move(name, chunk, target, number, source, tuple(start), tuple(sizes), dtype))
     for moved in _rounds(sorted(moves, key=lambda move: move[:4])):
-        _exchange(moved, held, [read.into for read in reads], device)
+        _exchange(moved, held, [into for _, into in reads], device)
 
 
 def _rounds(moves: Sequence[_Move]) -> Iterator[list[_Move]]:

@@ -25,10 +25,10 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import BatchSampler
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.checkpoint.state.dcp_storage import write_tensors
 from plugins.hybrid_parallel.checkpoint.state.exchange import Ints, read_from_ranks
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import name_and_offsets
-from plugins.hybrid_parallel.checkpoint.state.tensor_storage import write_tensors
 from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, manifest_of
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
 from plugins.hybrid_parallel.data.sharded_sampler import DataParallelBatchSampler

@@ -227,7 +227,7 @@ def _fill(disk: Path) -> None:
     assert training.load(disk, resume="latest") == 4
 
 
-_PLACES = ("state.async_save.Staging.copy", "io.take_snapshot", "state.tensor_storage.TensorFileWriter")
+_PLACES = ("state.async_save.Staging.copy", "io.take_snapshot", "state.dcp_storage.TensorFileWriter")
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("out of memory"), TypeError("a bug")], ids=repr)
