@@ -23,9 +23,10 @@ _TRL = f"{_TRAINER} --bf16 False --gradient_checkpointing False --dtype float32"
 _EVALUATED = f"{_TRL} --eval_strategy steps --eval_steps 3"
 _GENERATED = f"{_TRL} --max_completion_length 4 --dataset_name prompts --model_name_or_path causal"
 _EXAMPLE = f"{_TRAINER} --do_train --do_eval"
+# accelerate steps a schedule once for each process, which some scripts do not know.
 _LOOP = (
     "--output_dir OUT --max_train_steps 5 --per_device_train_batch_size BATCH --per_device_eval_batch_size BATCH "
-    "--seed 3 --learning_rate 1e-3"
+    "--seed 3 --learning_rate 1e-3 --lr_scheduler_type constant"
 )
 _S2S = "--predict_with_generate --max_target_length 8 --val_max_target_length 8"
 _SUMMARY = "--text_column text --summary_column summary --num_beams 2"
@@ -43,8 +44,14 @@ _EXAMPLES = {
     "glue": ("bert", "classes", "--max_seq_length 32", "--max_length 32"),
     "classification": ("bert", "classes", "--text_column_names sentence1,sentence2 --metric_name accuracy", None),
     "ner": ("bert", "tags", "", ""),
-    "qa": ("bert", "questions", _PIECES, ""),
-    "qa_beam_search": ("xlnet", "questions", f"{_PIECES} --n_best_size 4", ""),
+    # Their softmax is over padding too, of which a replica's share of a batch may have less.
+    "qa": ("bert", "questions", _PIECES, f"{_PIECES} --pad_to_max_length"),
+    "qa_beam_search": (
+        "xlnet",
+        "questions",
+        f"{_PIECES} --n_best_size 4",
+        f"{_PIECES} --n_best_size 4 --pad_to_max_length",
+    ),
     "seq2seq_qa": ("t5", "questions", "--predict_with_generate --max_seq_length 32 --max_answer_length 8", None),
     "swag": ("bert", "choices", "", ""),
     "summarization": ("t5", "summaries", f"{_S2S} {_SUMMARY}", f"{_SUMMARY} --max_target_length 8"),
@@ -56,7 +63,7 @@ _EXAMPLES = {
     "xnli": ("bert", None, "--language en --max_seq_length 32", None),
 }
 # Whose samples draw random numbers, so that they depend on how many processes load them.
-_DRAWN = ("mlm", "plm", "image_classification", "mae", "mim")
+_DRAWN = ("mlm", "plm", "image_classification", "mae", "mim", "grpo", "rloo")
 # accelerate reads a batch ahead, which draws for it before an evaluation: these end with an epoch.
 _STEPS, _WHOLE_EPOCHS = re.compile(r"--max(_train)?_steps 5"), "--num_train_epochs 2"
 

@@ -175,6 +175,7 @@ def _write_images(folder: Path, text: Callable[[], str]) -> None:
             Image.fromarray(torch.randint(256, (20, 20, 3), dtype=torch.uint8, generator=draw).numpy()).save(file)
             rows.append(json.dumps({"image_path": str(file), "caption": text()}) + "\n")
         (folder / "captions" / f"{split}.json").write_text("".join(rows))
+    (folder / "cifar10").symlink_to(folder / "images")  # the data set that a script names by default
 
 
 def _write_hub(place: Path, name: str, row: Callable[[], dict]) -> None:
