@@ -70,7 +70,7 @@ class TokenDispatcher:
         return gather_from_region(self._dispatch(experts, hidden, index, weights), 0, tp_group, len(hidden_states))
 
     def _dispatch(self, experts: ExpertsForward, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        num_choices, chosen = index.shape[1], index.reshape(-1)  # (token, choice) pairs, flattened
+        chosen = index.reshape(-1)  # (token, choice) pairs, flattened
         # Not `bincount`, which waits for a GPU to learn the size of its result.
         counts = chosen.new_zeros(self.num_experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
         counts = counts[: self.num_experts]
