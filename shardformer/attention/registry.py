@@ -289,7 +289,11 @@ def call_kernel(
     rank = getattr(module, "sharded_attention_rank", None)
     if not kwargs.get("dropout") or rank is None or getattr(module, "attention_is_replicated", False):
         return kernel(module, query, key, value, attention_mask, **kwargs)
-    return in_parallel_region(rank, kernel, module, query, key, value, attention_mask, **kwargs)
+
+    def of_query(query: Tensor) -> tuple[Tensor, Tensor | None]:
+        return kernel(module, query, key, value, attention_mask, **kwargs)
+
+    return in_parallel_region(rank, of_query, query)
 
 
 def kernel_named(implementation: str, module: nn.Module) -> Any:

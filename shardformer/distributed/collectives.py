@@ -7,6 +7,8 @@ sequence forward and reduce-scatters it backward, `g-bar*` does the reverse. Gro
 A region is what its ranks compute differently. `*_region` functions stand at its border: outside of it, the ranks have
 the same values and the same gradients. A dim that the ranks do not divide is padded, and `length` trims it again.
 
+Those of tensor and sequence parallelism are also traced: in a graph of a compiler, they are functional collectives.
+
 Nodes that fuse communication with computation are elsewhere: `matmul/native.py`, `context_parallel/ring.py`
 and `cross_entropy/`.
 """
@@ -32,6 +34,9 @@ from shardformer.utils.untraced import saved_results, untraced
 # torch 2.13 renames both; earlier releases have the old names only.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Collectives that compilers keep in a graph: they return new tensors, whose values are there after `_wait`.
+_in_graph = torch.ops._c10d_functional
+_wait = _in_graph.wait_tensor
 
 
 def world_timeout() -> timedelta | None:
@@ -57,11 +62,22 @@ def local_slice(x: Tensor, dim: int, group: ProcessGroup, fill: float = 0) -> Te
     return own.clone(memory_format=torch.contiguous_format)  # a copy also if it is contiguous, see `without_base`
 
 
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over ranks, outside of a graph in the memory of `x`."""
+    if torch.compiler.is_compiling():
+        return _wait(_in_graph.all_reduce(x, "sum", group.group_name))
+    dist.all_reduce(x, group=group)
+    return x
+
+
 def all_gather_dim(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
     """Concatenate the equal slices of all ranks along `dim`; `length` is the size of `dim` without padding."""
-    shard = x.movedim(dim, 0).contiguous()
-    out = shard.new_empty((dist.get_world_size(group) * shard.shape[0], *shard.shape[1:]))
-    all_gather_flat(out, shard, group=group)
+    shard, size = x.movedim(dim, 0).contiguous(), dist.get_world_size(group)
+    if torch.compiler.is_compiling():
+        out = _wait(_in_graph.all_gather_into_tensor(shard, size, group.group_name))
+    else:
+        out = shard.new_empty((size * shard.shape[0], *shard.shape[1:]))
+        all_gather_flat(out, shard, group=group)
     out = out.movedim(0, dim)
     return without_base(out if length is None else out.narrow(dim, 0, length).contiguous())
 
@@ -71,13 +87,16 @@ def without_base(x: Tensor) -> Tensor:
 
     Autograd refuses that for a view made in a custom function. Nothing else may read the memory of `x`.
     """
-    return x.new_empty(0).set_(x)
+    return x if torch.compiler.is_compiling() else x.new_empty(0).set_(x)
 
 
 def reduce_scatter_dim(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sum over ranks and keep this rank's equal slice of `dim`, padded with zeros."""
     out, full = _scatter_buffers(x, dim, group)
-    reduce_scatter_flat(out, full, group=group)
+    if torch.compiler.is_compiling():
+        out = _wait(_in_graph.reduce_scatter_tensor(full, "sum", dist.get_world_size(group), group.group_name))
+    else:
+        reduce_scatter_flat(out, full, group=group)
     return out if dim == 0 else without_base(out.movedim(0, dim).contiguous())
 
 
@@ -125,8 +144,16 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
+        return _all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -195,19 +222,19 @@ class _GatherRows(torch.autograd.Function):
         return grad[ctx.start : ctx.stop] * ctx.size, None
 
 
-@untraced
 def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Apply `f`: identity forward, all-reduce backward, because every rank reads the same input."""
-    blocks = blocks_of(group)
+    blocks = None if torch.compiler.is_compiling() else blocks_of(group)
     return _Copy.apply(x, group) if blocks is None else copy_to_blocks(x, blocks, group)
 
 
-@untraced
 def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Apply `g`: all-reduce forward, identity backward, because every rank has the full gradient of the sum.
 
     In place: autograd must not need the value of `x` (true for a matmul's output).
     """
+    if torch.compiler.is_compiling():
+        return _Reduce.apply(x, group)
     if isinstance(x, BlockedTensor):
         return reduce_from_blocks(x, group)
     if saved_results.get() is not None:  # which may have saved this very memory
@@ -217,13 +244,11 @@ def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
-@untraced
 def split_to_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Take this rank's equal slice of `dim`, padded with zeros, forward; all-gather backward."""
     return _Split.apply(x, dim, group)
 
 
-@untraced
 def gather_from_region(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
     """All-gather along `dim` forward, to its size `length` without padding; take this rank's slice backward."""
     return _Gather.apply(joined_blocks(x, dim), dim, group, length)
@@ -301,7 +326,6 @@ class _AllToAll(torch.autograd.Function):
         return _exchange_rows(grad, *ctx.sizes, ctx.group), None, None, None
 
 
-@untraced
 def all_gather(
     x: Tensor, dim: int, group: ProcessGroup, length: int | None = None, gathered: Tensor | None = None
 ) -> Tensor:
@@ -314,7 +338,6 @@ def all_gather(
     return _AllGather.apply(x, dim, group, length, gathered)
 
 
-@untraced
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Apply `g-bar*`: reduce-scatter along `dim`, padded with zeros, forward; all-gather backward."""
     return _ReduceScatter.apply(x, dim, group)

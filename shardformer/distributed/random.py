@@ -13,15 +13,15 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.utils.derived_modules import derive
-from shardformer.utils.untraced import untraced
 
 Result = TypeVar("Result")
 
@@ -35,11 +35,16 @@ def parallel_region(rank: int) -> Iterator[None]:
     Args:
         rank: position on the tensor-parallel axis.
     """
+    seed = _seed_of(rank)
+    with restoring_default_generators():
+        seed_default_generators(seed)
+        yield
+
+
+def _seed_of(rank: int) -> int:
     # Drawn on the CPU even for a GPU region: no synchronisation with the device.
     seed = int(torch.randint(_SEED_LIMIT, (), device="cpu"))
-    with restoring_default_generators():
-        seed_default_generators(seed ^ (0x9E3779B97F4A7C15 * (rank + 1) % _SEED_LIMIT))
-        yield
+    return seed ^ (0x9E3779B97F4A7C15 * (rank + 1) % _SEED_LIMIT)
 
 
 @contextmanager
@@ -81,11 +86,50 @@ def set_random_states(states: dict[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(states["numpy"])
 
 
-@untraced
-def in_parallel_region(rank: int, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call `function` in a `parallel_region`."""
-    with parallel_region(rank):
-        return function(*args, **kwargs)
+def in_parallel_region(rank: int, function: Callable[..., Result], x: Tensor, *args: Any, **kwargs: Any) -> Result:
+    """Call `function(x, ...)`, which returns a tensor or a tuple that begins with one, in a `parallel_region`.
+
+    In a graph, two operators enter and leave it. They copy `x` and the result, so that the draws lie between them.
+    """
+    if not torch.compiler.is_compiling():
+        with parallel_region(rank):
+            return function(x, *args, **kwargs)
+    ops = torch.ops.booster
+    x, states = ops.enter_region(x, rank)
+    found = function(x, *args, **kwargs)
+    if isinstance(found, tuple):
+        return ops.leave_region(found[0], states), *found[1:]
+    return ops.leave_region(found, states)
+
+
+@cache
+def prepare_tracing_of_regions() -> None:
+    """Define the operators of regions in graphs; call this before anything compiles.
+
+    Not on import: `torch.library` looks through all modules, and would load those that load themselves when used.
+    """
+    random_op = partial(torch.library.custom_op, mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+
+    @random_op("booster::enter_region")
+    def enter(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        seed, states = _seed_of(rank), torch.cat([*_default_states().values()])
+        seed_default_generators(seed)
+        return x.clone(), states
+
+    @random_op("booster::leave_region")
+    def leave(x: Tensor, states: Tensor) -> Tensor:
+        inside = _default_states()
+        _set_default_states(dict(zip(inside, states.split([*map(len, inside.values())]), strict=True)))
+        return x.clone()
+
+    def shapes(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        num_bytes = sum(map(len, _default_states().values()))
+        return torch.empty_like(x), x.new_empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    enter.register_fake(shapes)
+    leave.register_fake(lambda x, states: torch.empty_like(x))
+    enter.register_autograd(lambda ctx, grad, _: (grad, None))
+    leave.register_autograd(lambda ctx, grad: (grad, None))
 
 
 class SharedStream:
@@ -103,11 +147,11 @@ class SharedStream:
         """Reseed for training that resumes at `step` on another layout, so that no numbers repeat."""
         self._states = self._states_after_seeding((self.seed + 0x9E3779B97F4A7C15 * step) % _SEED_LIMIT)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the state of the generator of each device type."""
         return dict(self._states)
 
-    def load_state_dict(self, states: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, states: dict[str, Tensor]) -> None:
         """Restore states that `state_dict` returned."""
         self._states = dict(states)
 
@@ -123,7 +167,7 @@ class SharedStream:
             _set_default_states(outer)
 
     @staticmethod
-    def _states_after_seeding(seed: int) -> dict[str, torch.Tensor]:
+    def _states_after_seeding(seed: int) -> dict[str, Tensor]:
         outer = _default_states()
         seed_default_generators(seed)
         states = _default_states()
@@ -147,14 +191,14 @@ def seed_default_generators(seed: int) -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
-def _default_states() -> dict[str, torch.Tensor]:
+def _default_states() -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
-def _set_default_states(states: dict[str, torch.Tensor]) -> None:
+def _set_default_states(states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

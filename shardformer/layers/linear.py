@@ -30,9 +30,10 @@ from shardformer.matmul.blocked import Blocked
 from shardformer.matmul.kernel import LinearKernel
 from shardformer.matmul.native import NATIVE, MatmulLayer, is_transposed
 from shardformer.matmul.quantised import KINDS
+from shardformer.matmul.weight_grad import autocast
 from shardformer.sequence_parallel.split_gather import PendingGather, SequenceParallel, first_input
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, parameter_like, shard_parameter
-from shardformer.utils.untraced import call_through, untraced
+from shardformer.utils.untraced import call_through
 
 # The first that accepts a native layer cuts it and multiplies.
 KERNELS: tuple[LinearKernel, ...] = (*KINDS, Blocked(), NATIVE)
@@ -113,7 +114,11 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
 
     def copied(self, x: Tensor) -> Tensor:
         """Let the gradient of an input that ranks share be summed over them."""
-        return x if self.input_is_gathered else copy_to_region(x, self.group)
+        if self.input_is_gathered:
+            return x
+        if self._shared_input is not None and torch.compiler.is_compiling():
+            return self._shared_input.copied(self, x)
+        return copy_to_region(*autocast(x), self.group)
 
     @property
     def added_bias(self) -> Tensor | None:
@@ -246,13 +251,15 @@ class SharedInput:
         self.layers = tuple(layers)
         self._key: tuple[int, int, bool] | None = None
         self._input: Tensor | None = None
+        self._copied: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         for layer in self.layers:
             layer._shared_input = self
 
-    @untraced
     def __call__(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
         """Return the output of one layer; the first call for an input computes those of all layers."""
+        if torch.compiler.is_compiling():
+            return layer.project(x)
         # A pending gather writes its values later, which counts as a new version.
         is_pending = PendingGather.of(x) is not None
         if not is_pending and x.is_inference():  # nothing tells whether it was written to since
@@ -269,6 +276,15 @@ class SharedInput:
         if not self._outputs:
             self._key = self._input = None
         return out
+
+    def copied(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
+        """Return the input of one layer in a graph, where those that read the same one share its all-reduce."""
+        if self._input is not x:
+            self._input, self._copied = x, copy_to_region(*autocast(x), layer.group)
+        copied = self._copied
+        if layer is self.layers[-1]:
+            self._input = self._copied = None  # what remains would be an output of the graph
+        return copied
 
 
 def column_layer(
@@ -381,7 +397,6 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
     return ProcessGroups.of_world().get_or_create((LOCAL, "copies", *members), create)
 
 
-@untraced
 def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tensor]:
     """Compute [..., in] -> [..., local out] for each layer; all of them read `x`."""
     kernel = layers[0].kernel

@@ -47,6 +47,8 @@ class Native(Products, LinearKernel):
 
     def columns(self, layers: Sequence[Any], x: Tensor) -> Sequence[Tensor]:
         """Compute [..., in] -> [..., local out] for column-parallel layers that all read `x`."""
+        if torch.compiler.is_compiling():
+            return super().columns(layers, x)
         first, count = layers[0], len(layers)
         weights = [layer.matrix for layer in layers]
         biases = [layer.added_bias for layer in layers]

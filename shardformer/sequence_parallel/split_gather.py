@@ -56,11 +56,21 @@ class SequenceParallel:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group)
-        self.length = 0
+        self.length = 0  # sets `padding`, too
         self.positions: Tensor | None = None  # of whole sequences, [batch or 1, seq]; `slice_positions` sets them
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self
+
+    @property
+    def length(self) -> int:
+        """The length of whole sequences, without padding."""
+        return self._length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        # A graph has this number as a constant, and takes the length from its inputs, which differ more often.
+        self._length, self._padding = length, -length % self.world_size
 
     @property
     def grad_group(self) -> ProcessGroup | None:
@@ -92,7 +102,7 @@ class SequenceParallel:
 
         # The backward pass enters the region here. By then another micro-batch may have entered it; layers that are
         # recomputed must see the length of their own pass.
-        if out.grad_fn is not None:
+        if not torch.compiler.is_compiling() and out.grad_fn is not None:  # a graph is recomputed as a whole
             out.grad_fn.register_prehook(enter_backward)
         return out
 
@@ -106,7 +116,9 @@ class SequenceParallel:
         """
         if x.dim() == 2:
             return self.gather(self._by_rows(x)).flatten(0, 1)
-        return all_gather(x, SEQ_DIM, self.group, self.length)
+        traced = torch.compiler.is_compiling()
+        length = x.shape[SEQ_DIM] * self.world_size - self._padding if traced else self.length
+        return all_gather(x, SEQ_DIM, self.group, length)
 
     def _by_rows(self, x: Tensor) -> Tensor:
         """Return [batch * seq/tp, hidden] as [batch, seq/tp, hidden]."""

@@ -34,8 +34,9 @@ _CONSTANT: list[Callable[..., Any]] = []
 def untraced(function: Callable[..., Any]) -> Any:
     """Keep a function out of the graphs of compiled layers: it communicates, or writes to memory that they do not know.
 
-    A traced collective would be replaced by another one, and a gradient buffer would be written while it is traced.
-    `torch.compiler.disable` imports the compiler, which takes longer than this package; `prepare_tracing` calls it.
+    A traced collective is replaced by another one (`collectives.py` has those that are traced), and a gradient buffer
+    would be written while it is traced. `torch.compiler.disable` imports the compiler, which takes longer than this
+    package; `prepare_tracing` calls it.
     """
 
     @functools.wraps(function)

@@ -181,7 +181,7 @@ class HybridParallelConfig:
 
     def _breaks_of_graphs(self) -> list[str]:
         """Return the options whose operations run between the graphs of a compiled layer."""
-        sizes = {name: getattr(self.parallel, name) for name in ("tp_size", "cp_size", "ep_size")}
+        sizes = {name: getattr(self.parallel, name) for name in ("cp_size", "ep_size")}
         breaks = [f"{name}={size}" for name, size in sizes.items() if size > 1]
         if self.mixed_precision.precision == "fp8":
             breaks.append("precision='fp8'")

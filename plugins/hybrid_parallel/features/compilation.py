@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature
 from shardformer.attention.registry import trace_lookups
+from shardformer.distributed.random import prepare_tracing_of_regions
 from shardformer.layers.fused_ops import has_compiler
 from shardformer.utils.untraced import prepare_tracing
 
@@ -32,7 +34,7 @@ class Compilation(Feature):
 
     def boosted(self, model: HybridParallelModel) -> None:
         """Compile the layers."""
-        compile_layers(model.unwrap())
+        compile_layers(model.unwrap(), communicates=self.config.parallel.tp_size > 1)
 
 
 def check_compilation(model: nn.Module, device: torch.device) -> None:
@@ -48,21 +50,41 @@ def check_compilation(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def compile_layers(model: nn.Module) -> None:
+def compile_layers(model: nn.Module, *, communicates: bool = False) -> None:
     """Compile each layer in place for training; names of parameters stay, and what does not train runs eagerly.
 
     Random numbers are those of eager operators. A second shape of the inputs makes sizes symbolic in the graphs, so
     that further shapes need no compilation.
+
+    Args:
+        communicates: whether layers are tensor-parallel. These are recomputed around their graphs, not inside: there,
+            a compiler allows no state, which layers share inputs by, and which random numbers of a rank come from.
     """
     from torch._dynamo import config
 
     prepare_tracing()
+    prepare_tracing_of_regions()
     trace_lookups()
     config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
-    options = {"fallback_random": True} if _BACKEND == "inductor" else None
     for layer in _layers(model):
-        compiled = torch.compile(layer.forward, backend=_BACKEND, options=options)
-        layer._compiled_call_impl = _only_in_training(layer, compiled)
+        if communicates and layer.gradient_checkpointing and "__call__" not in vars(_kind()):
+            layer._gradient_checkpointing_func = partial(_recompute_compiled, layer._gradient_checkpointing_func)
+        else:
+            layer._compiled_call_impl = _only_in_training(layer, _compiled(layer.forward, _BACKEND))
+
+
+def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    options = {"fallback_random": True} if backend == "inductor" else None
+    return torch.compile(function, backend=backend, options=options)
+
+
+_compiled_once = cache(_compiled)
+
+
+def _recompute_compiled(checkpoint: Callable[..., Any], forward: partial, *args: Any) -> Any:
+    """Recompute the compiled forward of a layer, where transformers would recompute the one that it wraps."""
+    compiled = _compiled_once(forward.func, _BACKEND)
+    return checkpoint(partial(compiled, *forward.args, **forward.keywords), *args)
 
 
 def _only_in_training(layer: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,10 +109,14 @@ def _only_in_training(layer: nn.Module, compiled: Callable[..., Any]) -> Callabl
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules that transformers recomputes, that is, its layers."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     for child in module.children():
-        if isinstance(child, GradientCheckpointingLayer):
+        if isinstance(child, _kind()):
             yield child
         else:
             yield from _layers(child)
+
+
+def _kind() -> type[nn.Module]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return GradientCheckpointingLayer
