@@ -78,8 +78,8 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     # distributed, sequence_parallel
     "partial gradients of what all ranks read": Edit(
         "shardformer.distributed.collectives",
-        "        dist.all_reduce(grad, group=ctx.group)\n        return grad, None\n",
-        "        return grad, None\n",
+        "return _all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None",
+        "return grad.clone(memory_format=torch.contiguous_format), None",
         (f"{CAPACITY}[{_CROWDED}]",),
     ),
     "gradient of gathered rows counted once": Edit(
