@@ -28,7 +28,7 @@ class StandInServer:
 
     Args:
         model: of which it takes names and shapes.
-        dies_after: number of tensors after which it is gone; None for never.
+        dies_after: number of tensors after which it is gone, 0 for none of them announced; None for never.
 
     Attributes:
         url: base of its addresses.
@@ -74,7 +74,7 @@ class StandInServer:
         names = {"/v1/models": {"data": [{"id": "stand-in"}]}, "/get_world_size": {"world_size": 1}, "/health": {}}
         actions: dict[str, Callable[[dict[str, Any]], Any]] = {
             "/init_weight_transfer_engine": lambda body: self._join(**body["init_info"]),
-            "/start_weight_update": lambda body: setattr(self, "_arriving", {}),
+            "/start_weight_update": lambda body: self._start(),
             "/update_weights": lambda body: self._receive(**body["update_info"]),
             "/finish_weight_update": lambda body: self._load(),
             "/reset_prefix_cache": lambda body: None,
@@ -86,15 +86,22 @@ class StandInServer:
         assert (rank_offset, world_size) == (1, 2)
         self._group = _Group(_connected(master_address, master_port))
 
+    def _start(self) -> None:
+        self._arriving = {}
+        self._die_if_due()
+
+    def _die_if_due(self) -> None:
+        if len(self._arriving) == self._dies_after:
+            threading.Thread(target=self.end).start()
+            raise ConnectionAbortedError
+
     def _receive(self, names: list[str], dtype_names: list[str], shapes: list[list[int]], packed: bool) -> None:
         own = dict(self.model.named_parameters())
         for name, shape in zip(names, shapes, strict=True):
             if name not in own or list(own[name].shape) != shape:
                 raise ValueError(f"this model has no parameter {name} of the shape {shape}")
         for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
-            if len(self._arriving) == self._dies_after:
-                threading.Thread(target=self.end).start()
-                raise ConnectionAbortedError
+            self._die_if_due()
             tensor = self._group.receive()
             assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape)
             self._arriving[name] = tensor
