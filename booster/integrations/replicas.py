@@ -17,6 +17,7 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 from booster.plugin import Plugin
+from shardformer.distributed.process_groups import world_group
 from shardformer.utils.typed_json import from_json, to_json
 
 _REDUCTIONS = ("sum", "mean", "max", "none")
@@ -73,7 +74,7 @@ class Replicas:
         Raises:
             RuntimeError: it failed, with its message; raised on all of these ranks.
         """
-        groups = [dist.group.WORLD] if of_job else [axis.get_group() for axis in self._inside if axis.size() > 1]
+        groups = [world_group()] if of_job else [axis.get_group() for axis in self._inside if axis.size() > 1]
         result, cause = None, None
         if all(dist.get_rank(group) == 0 for group in groups):
             try:
@@ -94,9 +95,9 @@ class Replicas:
             ConfigurationError: a rank has a problem; on that rank, chained to its cause.
         """
         first = torch.tensor(dist.get_world_size() if problem is None else dist.get_rank())
-        dist.all_reduce(first, dist.ReduceOp.MIN)
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=world_group())
         if first < dist.get_world_size():
-            raise ConfigurationError(_broadcast(problem, dist.group.WORLD, int(first))) from cause
+            raise ConfigurationError(_broadcast(problem, world_group(), int(first))) from cause
 
     def gather(self, data: Any) -> Any:
         """Return nested tensors of all replicas, joined along dim 0, to which each may contribute another number.

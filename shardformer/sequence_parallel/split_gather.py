@@ -56,7 +56,7 @@ class SequenceParallel:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group)
-        self.length = 0  # sets `padding`, too
+        self.length = 0  # sets `_padding`, too
         self.positions: Tensor | None = None  # of whole sequences, [batch or 1, seq]; `slice_positions` sets them
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
@@ -73,9 +76,82 @@ def compile_layers(model: nn.Module, *, communicates: bool = False) -> None:
             layer._compiled_call_impl = _only_in_training(layer, _compiled(layer.forward, _BACKEND))
 
 
-def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
-    options = {"fallback_random": True} if backend == "inductor" else None
-    return torch.compile(function, backend=backend, options=options)
+def _compiled(function: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend=_compiler(backend))
+
+
+@cache  # graphs are shared by what has the very same compiler
+def _compiler(backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    return partial(_compile_graph, backend)
+
+
+def _compile_graph(
+    backend: str | Callable[..., Any], graph: fx.GraphModule, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Compile a graph, or return it as it was traced if a compiler may move a draw across the border of a region."""
+    if not keeps_draws_apart(graph):
+        return graph.forward
+    options = {"config_patches": {"fallback_random": True}} if backend == "inductor" else {}
+    return torch._dynamo.lookup_backend(backend)(graph, inputs, **options)
+
+
+def keeps_draws_apart(graph: fx.GraphModule) -> bool:
+    """Return whether data alone orders the draws of each random region of a rank and all others.
+
+    Compilers keep no other order. In a layer whose attention and feed-forward read the same input, they may draw a mask
+    that ranks share while the random state is that of one rank.
+    """
+    borders = [node for node in graph.graph.nodes if "booster.leave_region" in str(node.target)]
+    if not borders:
+        return True
+    draws = _Draws(graph).nodes()
+    for leave in borders:
+        enter = leave.args[1].args[0]  # of its states
+        before, behind = _reached(enter, "all_input_nodes"), _reached(enter, "users")
+        inside = behind & _reached(leave, "all_input_nodes")
+        if draws - {enter, leave} - inside - before - _reached(leave, "users"):
+            return False
+    return True
+
+
+class _Draws(fx.Interpreter):
+    """Finds the nodes of a traced graph that draw random numbers, on fake tensors."""
+
+    def nodes(self) -> set[fx.Node]:
+        """Return these nodes."""
+        values = [node.meta["example_value"] for node in self.graph.nodes if node.op == "placeholder"]
+        self.found: set[fx.Node] = set()
+        modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+        with next(modes, nullcontext()), torch.no_grad():
+            self.run(*values)
+        return self.found
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and look whether one of its operators is tagged as random."""
+        with _RandomOperators() as operators:
+            result = super().run_node(n)
+        self.found |= {n} if operators.seen else set()
+        return result
+
+
+class _RandomOperators(TorchDispatchMode):
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **kwargs or {})
+
+
+def _reached(start: fx.Node, neighbours: str) -> set[fx.Node]:
+    """Return the nodes that a walk over tensors reaches; sizes order nothing."""
+    found: set[fx.Node] = set()
+    waiting = [start]
+    while waiting:
+        for node in getattr(waiting.pop(), neighbours):
+            if node not in found and isinstance(node.meta.get("example_value"), torch.Tensor | tuple | list):
+                found.add(node)
+                waiting.append(node)
+    return found
 
 
 _compiled_once = cache(_compiled)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from booster.launch import debug_is_asked, elastic_place
 from booster.plugin import CheckpointIO
@@ -138,6 +139,15 @@ def options_of_job(options: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
         options, plans = for_present_ranks(options)
     return options | ({"debug": True} if debug_is_asked() else {}), plans
+
+
+def tensor_group_of_job(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> ProcessGroup:
+    """Return the tensor-parallel group for a whole model, whose layers `reproducible` computes in blocks."""
+    if not config.debugging.reproducible:
+        return mesh.group("tp")
+    from plugins.hybrid_parallel.reproducible.blocks import tensor_group
+
+    return tensor_group(model, config, mesh)
 
 
 def checkpoints_of_job(mesh: HybridMesh, plans: Any) -> CheckpointIO:

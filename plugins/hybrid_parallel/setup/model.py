@@ -14,7 +14,7 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel, ShardCont
 from plugins.hybrid_parallel.boosted.model_api import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh, tied_group
-from plugins.hybrid_parallel.features.feature import Feature, Parts, features_of
+from plugins.hybrid_parallel.features.feature import Feature, Parts, features_of, tensor_group_of_job
 from plugins.hybrid_parallel.loss.arithmetic import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.setup.initial_weights import cast, fill, reader_of, share_initial_weights
@@ -165,12 +165,7 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     """
     parallel, sharding = config.parallel, config.policy
     options = config.options()
-    group = mesh.group("tp")
-    if config.debugging.reproducible:
-        # Imported here: few jobs are computed in blocks.
-        from plugins.hybrid_parallel.reproducible.blocks import tensor_group
-
-        group = tensor_group(model, config, mesh)
+    group = tensor_group_of_job(model, config, mesh)
     is_whole = parallel.tp_size == parallel.pp_size == parallel.cp_size == 1 and blocks_of(group) is None
     if is_whole and not _changes_layers(options):
         separate_documents(model_inside(model))

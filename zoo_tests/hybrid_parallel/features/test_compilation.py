@@ -12,6 +12,7 @@ import os
 import pickle
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -43,6 +45,7 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.features import compilation
 from shardformer.attention.registry import RegisteredName, trace_lookups
+from shardformer.distributed.random import in_parallel_region, prepare_tracing_of_regions
 from shardformer.utils.derived_modules import derive
 from zoo_tests.harness.ranks import run_on_ranks
 
@@ -275,3 +278,38 @@ def test_copies_are_not_compiled() -> None:
     for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert all(layer._compiled_call_impl is None for layer in made.model.layers)
         assert isinstance(made.model.layers[1], _Derived)
+
+
+def _in_turn(x: Tensor) -> Tensor:
+    x = in_parallel_region(1, F.dropout, F.dropout(x, 0.5).relu(), 0.5)
+    return F.dropout(2 * x, 0.5)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    return in_parallel_region(1, F.dropout, x, 0.5) + F.dropout(x, 0.5)
+
+
+def _of_sizes(x: Tensor) -> Tensor:
+    x = in_parallel_region(1, F.dropout, x, 0.5)
+    return x + torch.rand(x.shape[0], 1)
+
+
+def _two_regions(x: Tensor) -> Tensor:
+    return in_parallel_region(1, F.dropout, x, 0.5) + in_parallel_region(1, F.dropout, 2 * x, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("draws", "is_compiled"), [(_in_turn, True), (_side_by_side, False), (_of_sizes, False), (_two_regions, False)]
+)
+def test_draws_that_a_compiler_may_move_out_of_a_region_run_as_traced(
+    draws: Callable[[Tensor], Tensor], is_compiled: bool
+) -> None:
+    torch._dynamo.reset()
+    prepare_tracing_of_regions()
+    compiler = mock.Mock(side_effect=lambda graph, inputs: graph.forward)
+    x = torch.randn(4, 8, requires_grad=True)
+    torch.manual_seed(0)
+    eager = draws(x)
+    torch.manual_seed(0)
+    assert torch.equal(compilation._compiled(draws, compiler)(x), eager)
+    assert compiler.called == is_compiled
