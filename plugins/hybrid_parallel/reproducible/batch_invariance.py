@@ -84,7 +84,7 @@ def _product(func: Callable[[Tensor, Tensor], Tensor], x: Tensor, other: Tensor)
         _ROWS[key] = TILE if _rows_agree(func, x, other) else 1
     rows = _ROWS[key]
     tiles = F.pad(x, (0, 0, 0, -count % rows)).split(rows, -2)
-    return torch.cat([func(_aligned(tile), other) for tile in tiles], -2).narrow(-2, 0, count)
+    return torch.cat([func(_aligned(tile), other) for tile in tiles], -2).narrow(-2, 0, count).contiguous()
 
 
 def _rows_agree(func: Callable[[Tensor, Tensor], Tensor], x: Tensor, other: Tensor) -> bool:
@@ -154,7 +154,7 @@ def _attention(
 
     Args:
         query, key, value: [batch, heads, queries or keys, features].
-        attn_mask: [batch or 1, heads or 1, queries, keys]: what is visible, or what is added to the scores.
+        attn_mask: [batch or 1, heads or 1, queries or 1, keys]: what is visible, or what is added to the scores.
     """
     if dropout_p > 0 or query.dim() != 4:
         return NotImplemented
@@ -167,6 +167,7 @@ def _attention(
     if not mask.is_floating_point():
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
     mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf).float()
+    mask = mask.expand(-1, -1, query.shape[2], -1)
     found = query.new_zeros(*query.shape[:3], value.shape[-1] - 1)
     for row in range(len(query)):
         bias = mask[row % len(mask)]
@@ -213,7 +214,7 @@ _RULES: dict[Callable, Callable] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     **dict.fromkeys((torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.__matmul__), _matmul),
-    F.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,  # what `F.grouped_mm` calls
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((F.silu, F.gelu, F.softplus), _elementwise),
     **dict.fromkeys((getattr(owner, name) for owner in (torch, Tensor) for name in _ELEMENTWISE), _elementwise),

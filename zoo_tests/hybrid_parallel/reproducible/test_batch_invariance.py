@@ -97,6 +97,9 @@ _FP32, _BF16 = torch.float32, torch.bfloat16
                 ("gpt2", _FP32, "one", "tp2"),
                 ("gpt2", _BF16, "one", "one"),
                 ("mistral", _FP32, "one", "one"),  # sliding windows
+                ("phi3", _FP32, "one", "one"),  # not in blocks: heads that share keys are queries of one mask
+                ("olmoe", _FP32, "one", "one"),  # experts in one product
+                ("llama4_text", _FP32, "one", "one"),  # experts whose outputs are viewed
             ]
         ),
     ],
