@@ -215,6 +215,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         """
         buckets = self.frozen.unfreeze({param for param, name in self.names.items() if name in also} if also else ())
         if buckets:
+            for exchange in dict.fromkeys(bucket.options.exchange for bucket in buckets):
+                exchange.end_update()
             owned = self.wholes.add(buckets)
             self.wholes.take_states(self.frozen.states)
             place_states(self.optim, self.frozen.states, [*buckets, *owned])

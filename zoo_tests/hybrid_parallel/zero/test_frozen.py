@@ -7,7 +7,9 @@ What breaks here first: two stages that do not agree whether a gradient comes ba
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch import nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.zero.bucket_layout import Source
+from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
 from plugins.hybrid_parallel.zero.whole_parameters import assemble
 from shardformer.shard_spec import spec_of
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe
@@ -203,8 +207,14 @@ def test_a_frozen_layer_in_two_places_is_whole_until_both_are_done() -> None:
     torch.manual_seed(0)
     plain = _TwoPlaces().double()
     model = copy.deepcopy(plain)
-    booster = Booster(plugin=HybridParallelPlugin(zero_stage=3))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.layers[0][2].parameters(), lr=1.0))
+    booster, fill = Booster(plugin=HybridParallelPlugin(zero_stage=3)), ShardedParameters.fill
+
+    def fill_late(self: ShardedParameters, param: nn.Parameter, source: Source) -> None:
+        time.sleep(0.1 * booster.plugin.dp_rank)  # the other rank must not read the shard before
+        fill(self, param, source)
+
+    with mock.patch.object(ShardedParameters, "fill", fill_late):
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.layers[0][2].parameters(), lr=1.0))
     x = torch.randn(4, 32, dtype=torch.float64)
     plain(x).square().mean().backward()
     rank = booster.plugin.dp_rank

@@ -160,6 +160,9 @@ def test_without_a_package_documents_run_on_the_kernel_of_torch(name: str, takes
     assert not calls
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(), reason="torch 2.15 asks the driver for a kernel"
+)
 def test_the_kernel_of_torch_runs_on_fake_tensors() -> None:
     """With the signature of this torch, and grouped heads."""
     mask = varlen.MaskIfRead(lambda: pytest.fail("a mask was made"))
