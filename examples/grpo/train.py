@@ -45,14 +45,14 @@ class Options:
     tiny: bool = False
 
 
-def main() -> None:
-    parser = TrainingParser((Options, GRPOConfig), description=__doc__)
+def main(description: str = __doc__, **defaults: Any) -> None:
+    parser = TrainingParser((Options, GRPOConfig), description=description)
     parser.set_defaults(output_dir="runs/grpo", learning_rate=1e-6, num_train_epochs=1, logging_steps=5)
     parser.set_defaults(per_device_train_batch_size=8, gradient_accumulation_steps=4, save_total_limit=2)
-    parser.set_defaults(max_completion_length=512, use_cpu=not torch.cuda.is_available())
+    parser.set_defaults(max_completion_length=512, use_cpu=not torch.cuda.is_available(), **defaults)
     options, args = parser.parse()
-    if options.tiny:
-        args.max_completion_length = 8
+    if options.tiny:  # the model generates, also where a server would
+        args.max_completion_length, args.use_vllm = 8, False
     launch_from_torch(seed=args.seed)
     model, tokenizer, data = tiny() if options.tiny else from_hub(options)
     meter = MeterCallback()
