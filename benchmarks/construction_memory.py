@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness import run_ranks, table
 from booster import Booster, record_module_init
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from shardformer.distributed.process_groups import all_gather_json
 
 Way = Literal["drawn", "from_pretrained", "load_model", "built before boost"]
 WAYS: tuple[Way, ...] = ("drawn", "from_pretrained", "load_model", "built before boost")

@@ -17,7 +17,7 @@ from benchmarks.construction_memory import start_peak, status_bytes
 from benchmarks.harness import run_ranks, table
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.distributed.agreement import broadcast_json
+from shardformer.distributed.process_groups import broadcast_json
 
 _WAYS = ("relayout", "save and load")
 _PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -16,12 +16,7 @@ from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.loss.routers import routers_are_asked
-from shardformer.policies.base import (
-    ModulePolicyDescription,
-    Policy,
-    SubModuleReplacementDescription,
-    description_of,
-)
+from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription, description_of
 from shardformer.policies.registry import keep_head_losses
 from shardformer.policies.resolve import policy_of
 from shardformer.sequence_parallel.split_gather import SequenceParallel, gather_on_entry

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.league.outcome import RefusedError
 from benchmarks.league.system import Library, to_array
-from plugins.hybrid_parallel.distributed.agreement import broadcast_json
+from shardformer.distributed.process_groups import broadcast_json
 
 
 class TransformersPlan(Library):

@@ -28,10 +28,10 @@ from benchmarks.league.outcome import Outcome, RefusedError, shortened
 from benchmarks.league.system import Trained
 from benchmarks.league.systems import SYSTEMS
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.distributed.agreement import broadcast_json
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import Trace, VerifyCase, train_reference
+from shardformer.distributed.process_groups import broadcast_json
 
 _ROWS, _STEPS = 6, 2
 _MOST_RANKS = 64

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 from booster.plugin import Plugin
-from shardformer.distributed.process_groups import world_group
+from shardformer.distributed.process_groups import broadcast_json, world_group
 from shardformer.utils.typed_json import from_json, to_json
 
 _REDUCTIONS = ("sum", "mean", "max", "none")
@@ -82,7 +82,7 @@ class Replicas:
             except Exception as error:  # of any kind: the other ranks wait
                 result, cause = [False, str(error) or type(error).__name__], error
         for group in groups:
-            result = _broadcast(result, group, 0)
+            result = broadcast_json(result, group, dist.get_global_rank(group, 0))
         succeeded, value = result
         if not succeeded:
             raise RuntimeError(value) from cause
@@ -97,7 +97,7 @@ class Replicas:
         first = torch.tensor(dist.get_world_size() if problem is None else dist.get_rank())
         dist.all_reduce(first, dist.ReduceOp.MIN, group=world_group())
         if first < dist.get_world_size():
-            raise ConfigurationError(_broadcast(problem, world_group(), int(first))) from cause
+            raise ConfigurationError(broadcast_json(problem, source=int(first))) from cause
 
     def gather(self, data: Any) -> Any:
         """Return nested tensors of all replicas, joined along dim 0, to which each may contribute another number.
@@ -178,16 +178,6 @@ class Replicas:
         found = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(found, own, group=self.mesh.get_group())
         return [shape[1 : 1 + shape[0]] for shape in (each.tolist() for each in found)]
-
-
-def _broadcast(value: Any, group: dist.ProcessGroup, source: int) -> Any:
-    """Return the value, of what JSON has, of the rank `source` of a group."""
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    length = torch.tensor(len(payload))
-    dist.broadcast(length, group=group, group_src=source)
-    payload = payload if dist.get_rank(group) == source else payload.new_empty(int(length))
-    dist.broadcast(payload, group=group, group_src=source)
-    return json.loads(payload.numpy().tobytes())
 
 
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:

@@ -7,7 +7,6 @@ micro-batch of the pipeline, so that stages work at the same time, and logits ex
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -34,8 +33,7 @@ from booster.launch import launch_from_torch
 from booster.logging import get_logger
 from booster.plugin import load_plugin
 from shardformer.cross_entropy.vocab_parallel import token_scores
-from shardformer.distributed.collectives import gather_rows
-from shardformer.distributed.process_groups import world_group
+from shardformer.distributed.process_groups import all_gather_json, world_group
 
 BACKEND = "hybrid_booster"
 _DEVICES = ["cpu", "cuda"]
@@ -528,8 +526,7 @@ def _with_places(pieces: Mapping[str, Any], device: str) -> Iterator[tuple[str, 
         ]
         for name, piece in pieces.items()
     }
-    told = torch.frombuffer(bytearray(f"{json.dumps(mine)}\n".encode()), dtype=torch.uint8)
-    all_ranks = [json.loads(line) for line in gather_rows(told, world_group()).numpy().tobytes().splitlines()]
+    all_ranks = all_gather_json(mine)
     for rank, each in enumerate(all_ranks):
         several = next((name for name, (_, _, parts) in each.items() if len(parts) > 1), None)
         if several is not None:

@@ -24,7 +24,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.loading import Loading, check_batch_size
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.debug.consistency import check_options
-from plugins.hybrid_parallel.distributed.agreement import broadcast_json, naming_ranks
+from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh
 from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
@@ -32,6 +32,7 @@ from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_op
 from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
 from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
 from shardformer.attention import log_once
+from shardformer.distributed.process_groups import broadcast_json
 from shardformer.utils.freed_memory import return_freed_memory
 
 if TYPE_CHECKING:

@@ -29,10 +29,11 @@ from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earl
 from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, manifest_of, restore, take_snapshot
 from plugins.hybrid_parallel.data.dataloader import LOADER_OPTIONS, ShardedDataLoader
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_optimizer, release
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.lazy import empty_copy, set_weight_reader
 from shardformer.shard_spec import ShardSpec
 from shardformer.utils.freed_memory import return_freed_memory

@@ -2,12 +2,7 @@
 
 from shardformer.attention.backend import log_once
 from shardformer.attention.own_attention import route_own_attention
-from shardformer.attention.registry import (
-    call_kernel,
-    recompute_attention,
-    use_sharded_attention,
-    uses_registry,
-)
+from shardformer.attention.registry import call_kernel, recompute_attention, use_sharded_attention, uses_registry
 from shardformer.attention.selection import use_backend
 
 __all__ = [

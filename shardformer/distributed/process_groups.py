@@ -1,7 +1,8 @@
-"""Process groups that are created once and used again, because communicators and their threads are costly."""
+"""Process groups, created once and used again, since communicators are costly; and plain values sent over them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -113,3 +114,50 @@ def _backend() -> str | None:
 
 # Weak keys: torch holds the default process group until `destroy_process_group`.
 _OF_WORLD: WeakKeyDictionary[ProcessGroup, ProcessGroups] = WeakKeyDictionary()
+
+
+# ----- plain values, which travel as JSON, never as pickle -----
+
+
+def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gather every rank's value, in rank order; `group` is None for all ranks."""
+    group = group or world_group()
+    payload = json.dumps(value).encode()
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return [json.loads(payload)]
+    lengths = [torch.zeros((), dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(lengths, torch.tensor(len(payload)), group=group)
+    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+    padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    buffers = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(buffers, padded, group=group)
+    return [
+        json.loads(buffer[: int(length)].numpy().tobytes()) for buffer, length in zip(buffers, lengths, strict=True)
+    ]
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gather every rank's value, in rank order, on the group's first rank; return an empty list on the others."""
+    group = group or world_group()
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = all_gather_json(len(payload), group)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(payload)] = payload
+    buffers = [torch.empty_like(padded) for _ in lengths] if dist.get_rank(group) == 0 else None
+    dist.gather(padded, buffers, group=group, group_dst=0)
+    return [
+        json.loads(buffer[:length].numpy().tobytes()) for buffer, length in zip(buffers or [], lengths, strict=False)
+    ]
+
+
+def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
+    """Broadcast the value of `source`, a global rank, and return it."""
+    group = group or world_group()
+    is_source = dist.get_rank() == source
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    length = torch.tensor(len(payload) if is_source else 0)
+    dist.broadcast(length, source, group=group)
+    payload = payload if is_source else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(payload, source, group=group)
+    return json.loads(payload.numpy().tobytes())

@@ -255,7 +255,7 @@ def test_whether_the_vocabulary_is_cut_is_asked_by_a_call() -> None:
 @distributed(2)
 def test_masks_differ_where_ranks_have_heads_of_their_own() -> None:
     """`parallel_drop` draws a mask a rank, `replic_drop` one for all."""
-    from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+    from shardformer.distributed.process_groups import all_gather_json
 
     model = _model()
     model.layers[0].drop, model.layers[1].drop = nn.Dropout(0.5), nn.Dropout(0.5)

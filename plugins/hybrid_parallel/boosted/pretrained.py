@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from booster import failure
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.guards import GuardedModel, LocalState, WholeState
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.shard_spec import spec_of
 from shardformer.stages.placeholders import StagePlaceholder
 

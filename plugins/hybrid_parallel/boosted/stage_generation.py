@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import signature
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
 from plugins.hybrid_parallel.pipeline.p2p import Channel
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.step.user_loop import agree
+from shardformer.distributed.process_groups import all_gather_json, broadcast_json
 from shardformer.distributed.random import adopt_first_generator
 from shardformer.generation import decided_first, generating_as
 from shardformer.peft import adapter_configs, kind_of, model_inside

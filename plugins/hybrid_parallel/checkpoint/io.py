@@ -51,10 +51,11 @@ from plugins.hybrid_parallel.checkpoint.state.snapshot_files import (
     newest_snapshot,
 )
 from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, manifest_of, restore, take_snapshot
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from plugins.hybrid_parallel.guards import check_boosted
 from shardformer.distributed.collectives import world_timeout
+from shardformer.distributed.process_groups import all_gather_json, gather_json
 from shardformer.utils.typed_json import from_json
 
 _logger = get_logger(__name__)

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.random_draws import generators_of
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
+from shardformer.distributed.process_groups import all_gather_json
 
 _SHARES_OUT = "boost() shards the samples itself"
 # Attribute names of (number of shards, index of this shard) in sharding samplers and datasets.

@@ -18,10 +18,9 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.data.media import is_media
 from plugins.hybrid_parallel.data.microbatch import inner_values
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from shardformer.distributed.process_groups import world_group
+from shardformer.distributed.process_groups import all_gather_json, world_group
 from shardformer.layers.embedding import OutOfVocabularyError
 
 _logger = get_logger(__name__)

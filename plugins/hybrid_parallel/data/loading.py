@@ -12,8 +12,8 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.data.batch_check import ReplicaCheck
 from plugins.hybrid_parallel.data.random_stream import LoadingStream, OrderStream
-from plugins.hybrid_parallel.distributed.agreement import broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
+from shardformer.distributed.process_groups import broadcast_json
 from shardformer.utils.typed_json import from_json, to_json
 
 if TYPE_CHECKING:

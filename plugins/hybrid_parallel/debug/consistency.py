@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError, SynchronyError
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
 from plugins.hybrid_parallel.distributed.mesh import replicate_axis
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer import TPInfo
-from shardformer.distributed.process_groups import world_group
+from shardformer.distributed.process_groups import all_gather_json, world_group
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
 if TYPE_CHECKING:

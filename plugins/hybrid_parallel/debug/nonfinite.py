@@ -17,10 +17,10 @@ from torch import Tensor
 
 from booster.errors import NonFiniteError
 from booster.logging import get_logger
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
+from shardformer.distributed.process_groups import all_gather_json
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch

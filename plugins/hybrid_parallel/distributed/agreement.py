@@ -1,4 +1,4 @@
-"""Agreement between ranks: values are exchanged as JSON, never as pickle, and errors are raised on all ranks.
+"""Agreement between ranks: errors are raised on all of them.
 
 Collectives that are compared before they run: torch's own ProcessGroupWrapper, with global ranks in its errors.
 
@@ -8,7 +8,6 @@ over its ranks first. Point-to-point messages are not compared: pipelines send t
 
 from __future__ import annotations
 
-import json
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,59 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError, SynchronyError
 from booster.logging import get_logger
-from shardformer.distributed.process_groups import world_group
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.lazy.weight_files import WeightFileError
 
 _logger = get_logger(__name__)
-
-
-def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather every rank's value, in rank order; `group` is None for all ranks."""
-    group = group or world_group()
-    payload = json.dumps(value).encode()
-    world_size = dist.get_world_size(group)
-    if world_size == 1:
-        return [json.loads(payload)]
-    lengths = [torch.zeros((), dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(lengths, torch.tensor(len(payload)), group=group)
-    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
-    padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    buffers = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(buffers, padded, group=group)
-    return [
-        json.loads(buffer[: int(length)].numpy().tobytes()) for buffer, length in zip(buffers, lengths, strict=True)
-    ]
-
-
-def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather every rank's value, in rank order, on the group's first rank; return an empty list on the others."""
-    group = group or world_group()
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = all_gather_json(len(payload), group)
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(payload)] = payload
-    buffers = [torch.empty_like(padded) for _ in lengths] if dist.get_rank(group) == 0 else None
-    dist.gather(padded, buffers, group=group, group_dst=0)
-    return [
-        json.loads(buffer[:length].numpy().tobytes()) for buffer, length in zip(buffers or [], lengths, strict=False)
-    ]
-
-
-def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
-    """Broadcast the value of `source`, a global rank, and return it."""
-    group = group or world_group()
-    is_source = dist.get_rank() == source
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    length = torch.tensor(len(payload) if is_source else 0)
-    dist.broadcast(length, source, group=group)
-    payload = payload if is_source else torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(payload, source, group=group)
-    return json.loads(payload.numpy().tobytes())
 
 
 def raise_on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from shardformer.distributed.process_groups import all_gather_json
 
 _logger = get_logger(__name__)
 # `cuda:3`, `cpu:2`, `node-1/cuda:3`; also TensorFlow's `/device:XLA_DTU:3`.

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from booster.errors import ConfigurationError
 from booster.launch import machine_of_this_rank
 from booster.logging import announce, get_logger
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, checked_collectives
+from plugins.hybrid_parallel.distributed.agreement import checked_collectives
 from plugins.hybrid_parallel.distributed.device_mapping import claim_device
 from shardformer.distributed.blocks import compute_in_blocks
 from shardformer.distributed.collectives import world_timeout
-from shardformer.distributed.process_groups import ProcessGroups, new_group
+from shardformer.distributed.process_groups import ProcessGroups, all_gather_json, new_group
 from shardformer.shard_spec import EXPERTS, TENSOR
 
 AXES = ("pp", "dp", "cp", "tp")

@@ -29,8 +29,8 @@ from booster.failure.failure_report import LEFT
 from booster.launch import elastic_place
 from plugins.hybrid_parallel.checkpoint.state.snapshot_files import newest_snapshot
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import control_group
+from shardformer.distributed.process_groups import all_gather_json
 
 _LOCK = "plan-lock"
 _MOST_COUNTS = 32  # numbers of ranks that are planned for, the largest first

@@ -27,10 +27,10 @@ from plugins.hybrid_parallel.checkpoint.state.snapshot_files import (
     write_piece,
 )
 from plugins.hybrid_parallel.checkpoint.state.training_state import take_snapshot
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.elastic.layouts import PlansAhead, StepBoundary
 from plugins.hybrid_parallel.guards import check_boosted
+from shardformer.distributed.process_groups import all_gather_json
 
 
 class ElasticCheckpointIO(HybridParallelCheckpointIO):

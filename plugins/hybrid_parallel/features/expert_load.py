@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature
 from plugins.hybrid_parallel.loss.choice import LossChoice
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.expert_parallel.experts import expert_modules
 from shardformer.expert_parallel.router_bias import ExpertLoad, keep_biases_from_optimizer, router_biases, update_bias
 from shardformer.peft import model_inside

@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.loss.replica_losses import LossKind, ReplicaLosses
+from shardformer.distributed.process_groups import all_gather_json
 
 # Of norms on a CPU: values of a block, blocks from which on their rounding errors cancel, how many blocks are between
 # those that are looked at, the relative error that these may have together, and values that are copied at once.

@@ -13,7 +13,6 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.zero import CPU
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import control_group
 from plugins.hybrid_parallel.planner.calibrate import Calibration, calibrate
@@ -26,6 +25,7 @@ from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
 from plugins.hybrid_parallel.planner.search import Plan, Space, search
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from plugins.hybrid_parallel.planner.synthetic_batch import Packing, batch_of
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.lazy import record_module_init
 

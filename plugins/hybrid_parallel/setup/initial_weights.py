@@ -21,14 +21,13 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.config.compute import PrecisionOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.checksum import checksum
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis
 from plugins.hybrid_parallel.setup.input_checks import as_configuration_error
 from plugins.hybrid_parallel.zero.bucket_layout import Source, take_source, without_values
 from plugins.hybrid_parallel.zero.reducer import hooked_names
 from plugins.hybrid_parallel.zero.stage3 import is_sharded
-from shardformer.distributed.process_groups import world_group
+from shardformer.distributed.process_groups import all_gather_json, world_group
 from shardformer.lazy import (
     RecordedValues,
     WeightReader,

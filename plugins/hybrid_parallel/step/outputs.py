@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.distributed.agreement import broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.distributed.blocks import joined_blocks
 from shardformer.distributed.collectives import gather_from_region
+from shardformer.distributed.process_groups import broadcast_json
 from shardformer.layers.lm_head import VocabParallelLMHead
 
 LOSS, AUX_LOSS = "loss", "aux_loss"

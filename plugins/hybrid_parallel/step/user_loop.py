@@ -19,7 +19,6 @@ from booster import failure
 from booster.data.rows import rows_of_call
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import nothing_of, without_rows
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, broadcast_json
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas, exact_sum
 from plugins.hybrid_parallel.loss.replica_losses import ReplicaLosses, RowWeight
@@ -44,6 +43,7 @@ from plugins.hybrid_parallel.step.outputs import (
 )
 from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
 from plugins.hybrid_parallel.zero.reducer import BackwardPasses
+from shardformer.distributed.process_groups import all_gather_json, broadcast_json
 from shardformer.loss.routers import ASKED
 from shardformer.utils.caches import CACHE_NAMES
 

@@ -22,7 +22,6 @@ import shardformer
 from booster.errors import ConfigurationError
 from booster.plugin import TrainingObjects
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.distributed.agreement import broadcast_json
 from plugins.hybrid_parallel.verify.layout_check import (
     CheckedModel,
     LayoutReport,
@@ -30,6 +29,7 @@ from plugins.hybrid_parallel.verify.layout_check import (
     check_layout,
     checked_layouts,
 )
+from shardformer.distributed.process_groups import broadcast_json
 
 _LONGEST_READ_S = 10  # of a batch
 _VARIABLE = "BOOSTER_CHECK_LAYOUT"

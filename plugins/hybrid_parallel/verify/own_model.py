@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError, VerificationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import control_group
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Verdict, compare, to_text
 from plugins.hybrid_parallel.verify.module_outputs import Output
 from plugins.hybrid_parallel.verify.train import Arrays, RecordedStep, Trace, VerifyCase, train_on_rank, train_reference
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.shard_spec import Part, ShardSpec
 

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from booster import failure
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import unscaled
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from shardformer.distributed.collectives import all_gather_flat
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.shard_spec import ShardSpec, parameter_like, spec_of
 
 

@@ -17,12 +17,7 @@ from shardformer.attention import log_once
 from shardformer.attention.packed_mixers import token_mixers
 from shardformer.attention.registry import PARAMETER
 from shardformer.expert_parallel.experts import expert_modules
-from shardformer.policies.base import (
-    ModulePolicyDescription,
-    Origin,
-    PlanEntry,
-    Policy,
-)
+from shardformer.policies.base import ModulePolicyDescription, Origin, PlanEntry, Policy
 from shardformer.policies.feature_counts import (
     HEAD_COUNTS,
     attends,
@@ -32,11 +27,7 @@ from shardformer.policies.feature_counts import (
 )
 from shardformer.policies.mixers import RULES
 from shardformer.policies.plans.completion import COLUMNS, ROWS, completion_of, norms_all_heads
-from shardformer.policies.plans.plan import (
-    Plan,
-    divides_sequences,
-    proposed_plan_of,
-)
+from shardformer.policies.plans.plan import Plan, divides_sequences, proposed_plan_of
 from shardformer.policies.plans.sequence import (
     add_sequence_regions,
     divisible_lists,

@@ -18,12 +18,7 @@ from shardformer.layers import (
     VocabParallelLMHead,
 )
 from shardformer.layers.linear import in_features, out_features
-from shardformer.policies.base import (
-    ModulePolicyDescription,
-    PartChange,
-    PlanEntry,
-    SubModuleReplacementDescription,
-)
+from shardformer.policies.base import ModulePolicyDescription, PartChange, PlanEntry, SubModuleReplacementDescription
 from shardformer.policies.mixers import MIXER, HeadCounts, rule_of
 from shardformer.policies.module_edits import (
     divide_bias_of_partial_sums,

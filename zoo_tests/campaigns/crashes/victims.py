@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
+from shardformer.distributed.process_groups import all_gather_json
 from zoo_tests.campaigns.crashes.controls import CONTROLS
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 from zoo_tests.campaigns.crashes.system_calls import SystemCalls

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.guards import WholeState
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
 from plugins.hybrid_parallel.zero.whole_parameters import assemble
-from shardformer.distributed.process_groups import ProcessGroups, message_group
+from shardformer.distributed.process_groups import ProcessGroups, all_gather_json, message_group
 from shardformer.shard_spec import ShardSpec, spec_of
 from shardformer.utils.freed_memory import as_bytes
 

@@ -25,8 +25,9 @@ from plugins.hybrid_parallel.checkpoint.model_files.formats import Unit
 from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, open_for_messages, receive, send
 from plugins.hybrid_parallel.checkpoint.model_files.save import Item, partial_path, remove_partial_files
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
 from shardformer.matmul.quantised import is_quantised
 from shardformer.peft import adapter_configs, kind_of, model_inside

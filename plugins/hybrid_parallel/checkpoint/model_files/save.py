@@ -37,8 +37,9 @@ from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWrite
 from plugins.hybrid_parallel.checkpoint.model_files.formats import Unit, to_files, units_of
 from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, ReplicaGather
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, EXPERT_REPLICAS, HybridMesh
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.lazy.weight_files import INDEX, WEIGHTS
 from shardformer.peft import model_inside
 from shardformer.shard_spec import EXPERTS, spec_of

@@ -32,9 +32,9 @@ from plugins.hybrid_parallel.checkpoint.model_files.peft import (
 from plugins.hybrid_parallel.checkpoint.model_files.save import Item, cut_by_size, items_of
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor, local_tensors
 from plugins.hybrid_parallel.checkpoint.state.model_state import piece_of
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.peft import model_inside
 from shardformer.shard_spec import ShardSpec, spec_of
 from shardformer.utils.freed_memory import as_bytes

@@ -13,8 +13,8 @@ from torch import Tensor
 from plugins.hybrid_parallel.checkpoint.state.dcp_storage import plan_reads
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
-from shardformer.distributed.process_groups import message_group, world_group
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
+from shardformer.distributed.process_groups import all_gather_json, message_group, world_group
 
 _ROUND_BYTES = 64 * 2**20  # that all ranks together move at once
 

@@ -11,8 +11,8 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor, local_tensors
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicate_axis
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
 
 PREFIX = "model/"

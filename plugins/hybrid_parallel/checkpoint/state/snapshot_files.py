@@ -32,7 +32,8 @@ from plugins.hybrid_parallel.checkpoint.state.manifest import name_and_offsets
 from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, manifest_of
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
 from plugins.hybrid_parallel.data.sharded_sampler import DataParallelBatchSampler
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.utils.typed_json import read_json_object
 
 MEMORY = "memory:"  # begins the names of snapshots, where a checkpoint has its path

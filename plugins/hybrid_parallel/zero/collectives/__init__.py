@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from booster.failure import peers
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json
 from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
 from plugins.hybrid_parallel.zero.collectives.p2p import HierarchicalCollectives, P2PCollectives
 from plugins.hybrid_parallel.zero.collectives.shared_memory import SharedMemoryCollectives, meet_neighbours
+from shardformer.distributed.process_groups import all_gather_json
 
 
 def exchange_of(group: ProcessGroup, device: torch.device) -> ZeroCollectives:

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 
 from booster.failure.peers import machine
 from booster.failure.stack_probe import waits_for_ranks
-from plugins.hybrid_parallel.distributed.agreement import all_gather_json, raise_on_all_ranks
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ReduceScatterHandle
 from plugins.hybrid_parallel.zero.collectives.p2p import (
@@ -46,6 +46,7 @@ from plugins.hybrid_parallel.zero.collectives.p2p import (
     tag_of,
 )
 from shardformer.distributed.collectives import world_timeout
+from shardformer.distributed.process_groups import all_gather_json
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 # Address space is reserved in pieces of at least this many bytes; pages are allocated when they are written.

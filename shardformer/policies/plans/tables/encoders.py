@@ -9,13 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer.loss.heads import own_loss, with_further_entries
-from shardformer.loss.text import (
-    classes_of_marked,
-    classes_of_tokens,
-    masked_lm,
-    mean_of_marked,
-    replaced_tokens,
-)
+from shardformer.loss.text import classes_of_marked, classes_of_tokens, masked_lm, mean_of_marked, replaced_tokens
 from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.tables import GATED, LLAMA
 from shardformer.stages.stage import Received
