@@ -155,10 +155,6 @@ def finish_model(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMe
         options = _bucket_options(Granularity.ELEMENT, config, built.parts, StateMemory(), frozen)
         built.model.gathers.shard_frozen(options, built.initial)
         built.model.gathers.attach()
-        buckets = [bucket for optimizer in built.model.optimizers for bucket in optimizer.buckets]
-        # Ranks read the shards of others without a word: these say that they are filled.
-        for exchange in dict.fromkeys(each.exchange for each in (*options.values(), *(b.options for b in buckets))):
-            exchange.end_update()
     for feature in built.features:
         feature.finished(built.model)
 

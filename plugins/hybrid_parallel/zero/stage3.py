@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, Source, places_in_bucket, take_source
 from plugins.hybrid_parallel.zero.bucket_parameter import hide_values, show_values
-from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle
+from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ZeroCollectives
 from shardformer.matmul.quantised import QuantisedWeight, packed_layers
 from shardformer.shard_spec import spec_of
 from shardformer.utils.freed_memory import return_freed_memory
@@ -357,7 +357,9 @@ class ParameterGathers:
         return ParameterGathers()
 
     def attach(self) -> None:
-        """Register the hooks of modules, once the parameters are sharded."""
+        """Register the hooks of modules, and tell the other ranks, which read it, that this rank's shard is filled."""
+        for exchange in self._exchanges:
+            exchange.end_update()
         for module, units in self.units.of_module.items():
             held = [unit for unit in units if unit.members]
             if held:
@@ -414,7 +416,7 @@ class ParameterGathers:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Change shards in this context; all replicas must enter it, and none gathers meanwhile."""
-        exchanges = dict.fromkeys(member.exchange for unit in self._all() for member in unit.members)
+        exchanges = self._exchanges
         for exchange in exchanges:
             exchange.begin_update()
         try:
@@ -422,6 +424,10 @@ class ParameterGathers:
         finally:
             for exchange in exchanges:
                 exchange.end_update()
+
+    @property
+    def _exchanges(self) -> list[ZeroCollectives]:
+        return list(dict.fromkeys(member.exchange for unit in self._all() for member in unit.members))
 
     def release_all(self) -> None:
         """Release all units, also those that were gathered ahead, but none whose values autograd has saved."""

@@ -460,6 +460,7 @@ class SharedMemoryCollectives(P2PCollectives):
 
     def end_update(self) -> None:
         """Tell the other ranks that this rank's shards are complete; see `ZeroCollectives`."""
+        self.await_update()  # of the update before
         self._updated = self._exchange_numbers(UPDATED, 0)
 
     def await_update(self) -> None:
