@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ _OF_ONE_REPLICA = {
     "IWOPDTrainer": _MEANS,
     "GOLDTrainer": _MEANS,
 }
+_COUNTED = {"input_ids": "ids", "attention_mask": "mask"}  # entries of a batch -> ends of TRL's names
 _SERVED = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")
 # Losses of DPO that are no mean over pairs.
 _OF_A_BATCH = {
@@ -334,6 +336,30 @@ class BoostedTRLTrainer:
             mask = inputs["completion_mask"]
             rows = int((mask * inputs.get("tool_mask", mask)).sum())
         return super()._weighted(loss, rows, inputs)
+
+    # ----- the meter -----
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the trainer does, while meters look on."""
+        with ExitStack() as stack:
+            counts = [stack.enter_context(each.meter.generating()) for each in self._meters()]
+            found = super()._generate(*args, **kwargs)
+        # GRPO's are lists of ids; OnlineDPO's are padded, with a mask behind.
+        tokens = found[3] if isinstance(found[1], Tensor) else sum(map(len, found[1]))
+        for count in counts:
+            count(tokens)
+        return found
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return what a step trains on, which meters count; the loader has prompts alone."""
+        made = super()._prepare_inputs(inputs)
+        if self.model.training and isinstance(made, dict) and "completion_ids" in made and made is not inputs:
+            parts = {
+                name: [made[f"{part}_{end}"] for part in ("prompt", "completion")] for name, end in _COUNTED.items()
+            }
+            for callback in self._meters():
+                callback.meter.count({name: torch.cat(tensors, 1) for name, tensors in parts.items()})
+        return made
 
     # ----- processes are replicas -----
 
