@@ -20,7 +20,7 @@ from benchmarks.harness import ratio, run_ranks, table, turns
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
-from plugins.hybrid_parallel.pipeline.simulate import simulate
+from plugins.hybrid_parallel.pipeline.timeline import simulate
 from shardformer.matmul import weight_grad as weight_gradients
 
 RANKS, MICROBATCHES, LAYERS = 4, 4, 8

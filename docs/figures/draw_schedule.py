@@ -12,7 +12,7 @@ FIGURES = Path(__file__).parent
 sys.path.insert(0, str(FIGURES.parents[1]))
 
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind  # noqa: E402
-from plugins.hybrid_parallel.pipeline.simulate import Timeline, simulate  # noqa: E402
+from plugins.hybrid_parallel.pipeline.timeline import Timeline, simulate  # noqa: E402
 
 COLORS = {
     Kind.FORWARD: "#4c78a8",

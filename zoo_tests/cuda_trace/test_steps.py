@@ -48,7 +48,7 @@ _SAMPLE = {
 _MICROBATCHES = 2
 # Where the host may wait, and how often in a step with `_MICROBATCHES` passes through `_LAYERS` layers.
 _LAYERS = 5
-_STEP = ("plugins/hybrid_parallel/zero/optimizer_shard.py", 1)  # the decision to skip a step that is not finite
+_STEP = ("plugins/hybrid_parallel/zero/bucket_layout.py", 1)  # the decision to skip a step that is not finite
 _TRANSFORMERS = "transformers/"
 _BATCH = ("plugins/hybrid_parallel/data/microbatch.py", 0)
 # How often transformers waits in a micro-batch: 1 for each mask, to know whether it hides anything, if no more is said.

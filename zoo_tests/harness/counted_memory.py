@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.live_bytes import LiveBytes
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.offload.paged_file import PagedFile
+from plugins.hybrid_parallel.offload.stores import PagedFile
 from plugins.hybrid_parallel.zero.bucket_layout import GradBufferPool
 from plugins.hybrid_parallel.zero.collectives.shared_memory import SharedMemoryCollectives
 from zoo_tests.harness.measured_memory import memory_of, sharded_members

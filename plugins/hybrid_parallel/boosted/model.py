@@ -29,10 +29,9 @@ from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ScoresAsked, TokenLogProbs, next_tokens
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.step.batch import Batch
-from plugins.hybrid_parallel.step.one_stage import run_one_stage
 from plugins.hybrid_parallel.step.outputs import with_whole_logits, with_whole_sequences
 from plugins.hybrid_parallel.step.passes import AroundPass, Pass, PassKind, in_pass
-from plugins.hybrid_parallel.step.user_loop import UserLoop
+from plugins.hybrid_parallel.step.user_loop import UserLoop, run_one_stage
 from plugins.hybrid_parallel.zero.grouping import TiedParameter, check_tied
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer

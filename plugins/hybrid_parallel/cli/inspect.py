@@ -25,8 +25,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.inspect.schedule_report import to_json, to_text, write_trace
 from plugins.hybrid_parallel.inspect.shard_report import shards_as_json
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
-from plugins.hybrid_parallel.pipeline.simulate import Timeline, simulate
-from plugins.hybrid_parallel.pipeline.timeline import read_timelines
+from plugins.hybrid_parallel.pipeline.timeline import Timeline, read_timelines, simulate
 
 # Requested output -> options that have an effect on it.
 _USED_FOR = {

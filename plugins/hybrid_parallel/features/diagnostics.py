@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plugins.hybrid_parallel.debug.module_hooks import ModuleWatch
+from plugins.hybrid_parallel.debug.nonfinite import ModuleWatch
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.features.feature import Feature
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder

@@ -145,7 +145,7 @@ def tensor_group_of_job(model: nn.Module, config: HybridParallelConfig, mesh: Hy
     """Return the tensor-parallel group for a whole model, whose layers `reproducible` computes in blocks."""
     if not config.debugging.reproducible:
         return mesh.group("tp")
-    from plugins.hybrid_parallel.reproducible.blocks import tensor_group
+    from plugins.hybrid_parallel.reproducible.feature import tensor_group
 
     return tensor_group(model, config, mesh)
 

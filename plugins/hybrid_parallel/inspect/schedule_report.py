@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.pipeline.simulate import TimedAction, Timeline
+from plugins.hybrid_parallel.pipeline.timeline import TimedAction, Timeline
 
 _WIDEST = 240  # characters
 

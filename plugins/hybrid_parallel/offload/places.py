@@ -17,8 +17,7 @@ from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
 from plugins.hybrid_parallel.offload.activations import OffloadedActivations, activation_store, check_layers
-from plugins.hybrid_parallel.offload.paged_file import PagedFile, open_unnamed
-from plugins.hybrid_parallel.offload.stores import FileMemory, HostMemory, Store
+from plugins.hybrid_parallel.offload.stores import FileMemory, HostMemory, PagedFile, Store, open_unnamed
 from plugins.hybrid_parallel.zero.bucket_layout import StateMemory, Storage
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 from plugins.hybrid_parallel.zero.stage3 import is_sharded

@@ -17,7 +17,7 @@ from math import ceil
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
-from plugins.hybrid_parallel.pipeline.simulate import simulate
+from plugins.hybrid_parallel.pipeline.timeline import simulate
 from plugins.hybrid_parallel.planner.costs import (
     Memory,
     Prediction,

@@ -28,15 +28,16 @@ from plugins.hybrid_parallel.zero.bucket_layout import (
     BucketSlice,
     FreshBuffers,
     GradBufferPool,
+    OptimizerShard,
     Source,
     gaps_between,
     move_into,
     places_in_bucket,
+    take_back,
     take_source,
 )
 from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ReduceScatterHandle
-from plugins.hybrid_parallel.zero.optimizer_shard import OptimizerShard, take_back
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
 
 _MOST_WAITING = 16 * 2**20  # elements

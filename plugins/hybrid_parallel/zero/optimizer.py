@@ -20,10 +20,9 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.guards import GuardedOptimizer
 from plugins.hybrid_parallel.loss.arithmetic import LossScale, clip_factor, gradient_factor, unscaled
 from plugins.hybrid_parallel.zero.bucket import Bucket, resident
-from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
+from plugins.hybrid_parallel.zero.bucket_layout import StateMemory, look_at
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ZeroCollectives
 from plugins.hybrid_parallel.zero.grouping import FrozenParameters
-from plugins.hybrid_parallel.zero.optimizer_shard import look_at
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
 from plugins.hybrid_parallel.zero.state_dict import UserGroups, load_state_dict, place_states, state_dict_of_pieces

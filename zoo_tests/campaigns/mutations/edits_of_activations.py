@@ -21,7 +21,7 @@ EDITS_OF_ACTIVATIONS: dict[str, Edit] = {
         (f"{_BITS}[bert-masked_lm-single-zero1-fp32-clip-num_hidden_layers=4]",),
     ),
     "what is left of a range overlaps what was taken": Edit(
-        "plugins.hybrid_parallel.offload.paged_file",
+        "plugins.hybrid_parallel.offload.stores",
         "(offset + length, free - length)",
         "(offset, free)",
         (_PIPELINE,),

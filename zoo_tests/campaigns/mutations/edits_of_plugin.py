@@ -63,7 +63,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_LOOPS}::test_gradients_of_two_calls_add_up[dp2-1]",),
     ),
     "pieces start with the first values of their parameter": Edit(
-        "plugins.hybrid_parallel.zero.optimizer_shard",
+        "plugins.hybrid_parallel.zero.bucket_layout",
         "view.copy_(sources[index]().reshape(-1)[start:stop])",
         "view.copy_(sources[index]().reshape(-1)[: stop - start])",
         (f"{PARITY}[llama-causal_lm-dp2-zero1]",),
@@ -323,13 +323,13 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_16_BIT}[bert-masked_lm-tp2-zero1-momentum-bf16]",),
     ),
     "masters rounded before every step": Edit(
-        "plugins.hybrid_parallel.zero.optimizer_shard",
+        "plugins.hybrid_parallel.zero.bucket_layout",
         "            rounded = master.to(present.dtype)\n",
         "            rounded = master.to(present.dtype)\n            own.copy_(rounded)\n",
         (f"{_PRECISION}::test_small_updates_add_up_in_master_weights[1]",),
     ),
     "parameters do not follow their masters": Edit(
-        "plugins.hybrid_parallel.zero.optimizer_shard",
+        "plugins.hybrid_parallel.zero.bucket_layout",
         "            self._parameters.copy_(self.values, non_blocking=True)\n",
         "            pass\n",
         (f"{_16_BIT}[bert-masked_lm-tp2-zero1-momentum-bf16]",),
@@ -365,7 +365,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_PLUGIN}/zero/test_two_optimizers.py::test_gradients_of_all_optimizers_are_clipped_by_one_norm",),
     ),
     "a changed element rounds all masters": Edit(
-        "plugins.hybrid_parallel.zero.optimizer_shard",
+        "plugins.hybrid_parallel.zero.bucket_layout",
         "torch.where(rounded == present, master, present.to(master.dtype), out=master)",
         "master.copy_(present)",
         (f"{_PLUGIN}/zero/test_user_gradients.py::test_a_changed_row_leaves_the_masters_of_other_rows",),

@@ -25,8 +25,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.offload import activations as module
 from plugins.hybrid_parallel.offload.activations import OPTION, OffloadedActivations, layers_of
-from plugins.hybrid_parallel.offload.paged_file import FileSpace
-from plugins.hybrid_parallel.offload.stores import FileStore
+from plugins.hybrid_parallel.offload.stores import FileSpace, FileStore
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.train_sharded import boost

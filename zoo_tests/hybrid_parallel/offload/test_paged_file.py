@@ -1,7 +1,7 @@
 """PagedFile: tensors keep their values whatever happens to their pages, and a full disk is one sentence.
 
 What breaks here first: a tensor whose pages are dropped before they are in the file. Look in
-`plugins/hybrid_parallel/offload/paged_file.py`.
+`plugins/hybrid_parallel/offload/stores.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.offload.paged_file import PagedFile
+from plugins.hybrid_parallel.offload.stores import PagedFile
 from plugins.hybrid_parallel.zero.collectives.shared_memory import PeerSegment
 
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin, ShardedEMA
-from plugins.hybrid_parallel.offload import paged_file
+from plugins.hybrid_parallel.offload import stores
 from plugins.hybrid_parallel.setup import optimizer as setup_optimizer
 from plugins.hybrid_parallel.zero.step import step_in_parts
 from zoo_tests.harness.case import Case, Recipe
@@ -207,7 +207,7 @@ def test_a_rank_without_space_is_one_sentence_on_all(tmp_path: Path) -> None:
     model = toy()
     free = 0 if dist.get_rank() else 2**40
     with (
-        mock.patch.object(paged_file, "_free_bytes", lambda directory: free),
+        mock.patch.object(stores, "_free_bytes", lambda directory: free),
         pytest.raises(ConfigurationError, match="has no space for .* of this rank: 0.0 MiB are free; free some, or"),
     ):
         _boost(model, torch.optim.AdamW(model.parameters()), offload_optimizer=str(tmp_path))
@@ -232,7 +232,7 @@ def test_a_disk_that_fills_up_later_stops_the_step(tmp_path: Path) -> None:
     )
     pair.backward(0)
     with (
-        mock.patch.object(paged_file, "_free_bytes", lambda directory: 0),
+        mock.patch.object(stores, "_free_bytes", lambda directory: 0),
         pytest.raises(ConfigurationError, match="offload_optimizer='.*' has no space for"),
     ):
         pair.optimizer.step()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
-from plugins.hybrid_parallel.pipeline.simulate import order_messages
+from plugins.hybrid_parallel.pipeline.timeline import order_messages
 
 
 class Link(NamedTuple):

@@ -1,6 +1,6 @@
 """Pipelines over NCCL do not deadlock, by a model of hosts, streams and communicators, and the model sees deadlocks.
 
-What breaks here first: the order of sends and receives. Look in `plugins/hybrid_parallel/pipeline/simulate.py`.
+What breaks here first: the order of sends and receives. Look in `plugins/hybrid_parallel/pipeline/timeline.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
-from plugins.hybrid_parallel.pipeline.simulate import Turn, order_messages
+from plugins.hybrid_parallel.pipeline.timeline import Turn, order_messages
 from zoo_tests.hybrid_parallel.pipeline.host_programs import Call, Link, Step, host_programs, one_ahead
 from zoo_tests.hybrid_parallel.pipeline.nccl_model import Rules, blocked_calls
 

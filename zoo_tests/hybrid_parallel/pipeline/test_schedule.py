@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torchs
 
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
-from plugins.hybrid_parallel.pipeline.simulate import Timeline, simulate
+from plugins.hybrid_parallel.pipeline.timeline import Timeline, simulate
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (*range(1, 13), 16, 19)]
 DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
