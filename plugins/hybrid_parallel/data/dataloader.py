@@ -6,7 +6,8 @@ be empty. Ranks must have the same data; loaders that share it out themselves ar
 
 The order of the samples is that of torch's loader: first a base seed is drawn, then the sampler draws, from the user's
 generator or from a stream that all loaders of a plugin share. Training can resume in the middle of an epoch: batches
-that were already handed out are loaded and dropped, which repeats their random draws.
+that were already handed out are loaded and dropped, which repeats their random draws. Packed streams are entered where
+they were left.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from booster.data import PackingCollator
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import without_rows
 from plugins.hybrid_parallel.data.random_draws import ReplicaCollate, generators_of
@@ -229,6 +231,7 @@ class _Place:
     Attributes:
         epoch: number of the epoch.
         position: batches that were handed out, including those of a previous run.
+        first: number of the first batch that the dataset yields; earlier ones of a previous run are not loaded again.
         order: state of the order of samples before this epoch was drawn; None before it has begun.
         order_to_come: state of the order to set once the draws of `position` batches are repeated.
         base_seed: base seed that the epoch took over from persistent workers; None if it drew one.
@@ -237,6 +240,7 @@ class _Place:
 
     epoch: int = 0
     position: int = 0
+    first: int = 0
     order: dict[str, Any] | None = None
     order_to_come: dict[str, Any] | None = None
     base_seed: int | None = None
@@ -279,10 +283,11 @@ class ShardedDataLoader(DataLoaderShard):
     def __iter__(self) -> Iterator[Any]:
         self._move_to(self.epoch)
         loaded, self._loaded = self._loaded, None
-        place = _Place(self.iteration, self.skip_batches, self._order_state(), loaded and loaded.order_to_come)
+        place = _Place(self.iteration, self.skip_batches, order=self._order_state())
         self.skip_batches = 0
         if loaded is not None:
             self._base_seed = place.base_seed = loaded.base_seed
+            place.first, place.order_to_come = loaded.first, loaded.order_to_come
         elif self.persistent_workers:
             place.base_seed = self._base_seed
         if self.on_iteration is not None:
@@ -370,6 +375,7 @@ class ShardedDataLoader(DataLoaderShard):
             "base_seed": place.base_seed if is_open else self._base_seed if self.persistent_workers else None,
             "order": place.order if is_open else present,
             "order_to_come": (place.order_to_come or present) if self.position else None,
+            "entry": self._order_objects.entry(place.position * self.global_batch_size) if is_open else None,
         }
         return to_json(state, "dataloader.state_dict()")
 
@@ -390,11 +396,12 @@ class ShardedDataLoader(DataLoaderShard):
                 f"{now}; give the same dataset, or leave the loader out to begin an epoch"
             )
         self.iteration, self.skip_batches, self._under_way = state["epoch"], position, []
-        self._last = self._loaded = _Place(
-            state["epoch"], position, state.get("order", {}), state.get("order_to_come"), state.get("base_seed")
-        )
-        self.load_order(self._last.order)
-        self._order_objects.load(self._last.order)
+        order, to_come = state.get("order", {}), state.get("order_to_come")
+        self.load_order(order)
+        self._order_objects.load(order)
+        is_entered = self._order_objects.enter(state.get("entry"))
+        first, to_come = (position, None) if is_entered else (0, to_come)
+        self._last = self._loaded = _Place(state["epoch"], position, first, order, to_come, state.get("base_seed"))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copies and pickles."""
@@ -427,7 +434,7 @@ class _Batches:
 
     def __init__(self, loader: ShardedDataLoader, place: _Place) -> None:
         self.loader, self.place = loader, place
-        self._number, self._to_skip = 0, place.position
+        self._number, self._to_skip = place.first, place.position
         own = LoadingStream.derived(loader._base_seed, "samples", place.epoch, loader.rank)
         self._stream = loader.order if loader.collate.draws_plainly else own
         with own.active():  # torch draws a base seed once more
@@ -485,6 +492,8 @@ def shard_dataloader(
     collate = ReplicaCollate(dataloader.collate_fn, dataloader.dataset, ordering, *place, dataloader.num_workers)
     share = ReplicaShare(dataloader.batch_size, rank, world_size, order, dataloader.generator, collate)
     options |= {"device": device, "collate_fn": collate}
+    if isinstance(dataloader.collate_fn, PackingCollator) and device.type == "cuda":
+        options["pin_memory"] = True  # rows are made here, so that no script names them
     if isinstance(dataloader.dataset, IterableDataset):
         sizes = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
         dataset = DataParallelIterable(dataloader.dataset, **sizes, rank=rank, world_size=world_size, stream=order)

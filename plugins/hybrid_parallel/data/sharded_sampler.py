@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
+from booster.data import PackedStream
 from booster.logging import get_logger
 from plugins.hybrid_parallel.data.microbatch import without_rows
 from plugins.hybrid_parallel.data.random_stream import LoadingStream, state_of_generator
@@ -229,6 +230,23 @@ class OrderObjects:
         for role, each in self._objects():
             if role in state and _is_stateful(each):
                 each.load_state_dict(state[role])
+
+    def entry(self, samples: int) -> dict[str, Any] | None:
+        """Return what `enter` needs to go on behind `samples` of the epoch; None if they have to be loaded again."""
+        entered = self._entered()
+        return None if entered is None else entered.place_of(samples)
+
+    def enter(self, entry: dict[str, Any] | None) -> bool:
+        """Let the next iteration begin at an `entry`; return whether there is one."""
+        entered = self._entered()
+        if entry is None or entered is None:
+            return False
+        entered.go_to(entry)
+        return True
+
+    def _entered(self) -> PackedStream | None:
+        dataset = getattr(self.dataset, "dataset", None)
+        return dataset if isinstance(dataset, PackedStream) else None
 
     def warn_of_unsaved(self, epoch: int) -> None:
         """Say once what decides the order of samples from this epoch on, and is not in the loader's state."""

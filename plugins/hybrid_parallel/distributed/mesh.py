@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -262,15 +263,25 @@ def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None
     return group if mesh.rank("pp") in stages else None
 
 
-def _own_group(partition: list[list[int]], name: str) -> ProcessGroup | None:
-    """Create a group for each list of ranks, on all ranks in the same order; return the one this rank is in.
+def _own_group(partition: list[list[int]], name: str) -> ProcessGroup:
+    """Create this rank's group of a partition of all ranks; all of them must call this.
 
-    `name` is what the failure monitor calls it; the prefix tells that only training uses it.
+    Groups have the numbers that torch would give them if each rank asked for each group, which it need not do: a job
+    of 1,024 ranks has 2,476 of them, and with a bound device NCCL splits its communicator for each.
+
+    Args:
+        name: what the failure monitor calls it; the prefix tells that only training uses it.
     """
+    numbers = dist.distributed_c10d._world
+    first, rank = numbers.group_count, dist.get_rank()
+    skipped = () if os.environ.get("TORCH_DIST_INIT_BARRIER") == "1" else partition  # all ranks wait for each group
     own = None
-    for ranks in partition:
-        group = new_group(ranks, group_desc=f"mesh_{name}", **_in_order(ranks))
-        own = group if dist.get_rank() in ranks else own
+    for number, ranks in enumerate(partition, first):
+        if rank in ranks or not skipped:
+            numbers.group_count = number
+            group = new_group(ranks, group_desc=f"mesh_{name}", **_in_order(ranks))
+            own = group if rank in ranks else own
+    numbers.group_count = first + len(partition)
     return own
 
 

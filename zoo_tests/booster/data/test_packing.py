@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening
 
 from booster.data import PackedDataset, PackingCollator, pack
-from booster.data.packing import first_fit
+from booster.data.packed_rows import first_fit
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader, shard_dataloader
 from plugins.hybrid_parallel.data.random_stream import OrderStream
@@ -154,11 +154,6 @@ def test_long_documents_are_refused_cut_or_split() -> None:
     assert split["position_ids"][0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 
 
-class _Stream(IterableDataset):
-    def __iter__(self) -> Iterator[list[int]]:
-        yield [1, 2]
-
-
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
@@ -169,7 +164,8 @@ class _Stream(IterableDataset):
         ([[1]], {"lengths": [1, 2]}, "lengths has 2 entries for a data set of 1 items"),
         ([{"text": "a"}], {}, "an item of the data set has text, and no input_ids"),
         ([[], []], {}, "the data set of 2 items has no token"),
-        (_Stream(), {}, "the data set is a _Stream, whose documents cannot be read by their number"),
+        (iter([[1]]), {"lengths": [1]}, "lengths= is for data sets whose items have numbers"),
+        (7, {}, "the data set is a int; give pack"),
     ],
 )
 def test_wrong_options_are_refused(dataset: Any, options: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plugins.hybrid_parallel.distributed.mesh import build_mesh, control_group, link_group, tied_group
+from plugins.hybrid_parallel.distributed.mesh import build_mesh, control_group, link_group, stage_group, tied_group
 from shardformer.distributed.process_groups import ProcessGroups, new_group, world_group
 
 
@@ -39,6 +39,38 @@ def test_groups_are_created_once() -> None:
         assert number_of_groups() > before
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("sizes", "ep_size", "own"), [((4, 32, 1, 8), 1, 9), ((8, 16, 2, 4), 8, 13)])
+def test_a_rank_of_a_thousand_asks_for_its_own_groups_alone(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int, int], ep_size: int, own: int
+) -> None:
+    """pp, dp, cp, tp of 1,024 ranks; groups have the names that torch gives where each rank asks for all of them."""
+
+    def groups_of() -> list[tuple[str, list[int]]]:
+        asked.clear()
+        dist.init_process_group("fake", rank=341, world_size=1024, store=FakeStore())
+        try:
+            mesh = build_mesh(*sizes, ep_size=ep_size, device=torch.device("cpu"))
+            link_group(mesh, "activations", 0), link_group(mesh, "gradients", 0)
+            tied_group(mesh, (0, sizes[0] - 1)), stage_group(mesh)
+            return [
+                (group.group_name, dist.get_process_group_ranks(group))
+                for group in asked
+                if isinstance(group, dist.ProcessGroup)
+            ]
+        finally:
+            dist.destroy_process_group()
+
+    asked: list[dist.ProcessGroup | None] = []
+    create = dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda *args, **options: asked.append(create(*args, **options)) or asked[-1])
+    found, number = groups_of(), len(asked)
+    assert number == own
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")  # torch then waits for all ranks at each group
+    monkeypatch.setattr(dist.distributed_c10d, "_store_based_barrier", lambda *_, **__: None)
+    everywhere = groups_of()
+    assert len(asked) > 1900 and [each for each in everywhere if 341 in each[1]] == found
 
 
 def test_another_job_gets_other_groups() -> None:
