@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires
@@ -14,8 +15,8 @@ from packaging.requirements import Requirement
 from booster.cli.command_parser import CommandParser
 
 EXAMPLES = Path(__file__).with_name("examples")  # in the repository, a link to its folder of examples
-_SCRIPTS = ("train.py", "finetune.py")  # the one that is run, in the order of preference
-_TEXT = (".py", ".md")
+_SCRIPTS = ("train.py", "finetune.py", "first_layout.ipynb")  # what is run, or opened first
+_TEXT = (".py", ".md", ".ipynb")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,7 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     extras = missing_extras(files)
     if extras:
         sys.stdout.write(f"  pip install 'hybrid-booster[{','.join(extras)}]'\n")
-    sys.stdout.write(f"  booster run --nproc-per-node 2 {target / script_of(target)} --tiny\n")
+    script = target / script_of(target)
+    command_line = "jupyter lab {}" if script.suffix == ".ipynb" else "booster run --nproc-per-node 2 {} --tiny"
+    sys.stdout.write(f"  {command_line.format(script)}\n")
     return 0
 
 
@@ -65,9 +68,11 @@ def script_of(folder: Path) -> str:
 
 
 def title_of(folder: Path) -> str:
-    """Return the first line of an example's docstring."""
-    text = ast.get_docstring(ast.parse((folder / script_of(folder)).read_text(encoding="utf-8")))
-    return (text or "").partition("\n")[0]
+    """Return the first line of an example's docstring, or of a notebook's metadata."""
+    text = (folder / script_of(folder)).read_text(encoding="utf-8")
+    if script_of(folder).endswith(".ipynb"):
+        return json.loads(text)["metadata"]["title"]
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 
 
 def copy(source: Path, target: Path) -> list[Path]:

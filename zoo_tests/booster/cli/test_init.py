@@ -16,8 +16,11 @@ from zoo_tests.booster.cli.test_commands import outcome
 from zoo_tests.harness.environment import REPOSITORY
 
 _ALL = sorted(
-    path.parent.name for name in ("train.py", "finetune.py") for path in (REPOSITORY / "examples").glob(f"*/{name}")
+    path.parent.name
+    for name in ("train.py", "finetune.py", "first_layout.ipynb")
+    for path in (REPOSITORY / "examples").glob(f"*/{name}")
 )
+_COPIED = (".py", ".md", ".ipynb")
 
 
 def test_every_example_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,16 +39,17 @@ def test_a_copy_stands_alone(
     code, out, err = outcome(capsys, "init", name)
     assert (code, err) == (0, "")
     copied = {path.name for path in (tmp_path / name).iterdir()}
-    assert copied == {path.name for path in (REPOSITORY / "examples" / name).iterdir() if path.suffix in (".py", ".md")}
-    assert f"booster run --nproc-per-node 2 {name}/{script_of(tmp_path / name)} --tiny\n" in out
-    local = {path.stem for path in (tmp_path / name).glob("*.py")}
+    assert copied == {path.name for path in (REPOSITORY / "examples" / name).iterdir() if path.suffix in _COPIED}
+    script = f"{name}/{script_of(tmp_path / name)}"
+    starts = f"jupyter lab {script}" if name == "notebooks" else f"booster run --nproc-per-node 2 {script} --tiny"
+    assert out.endswith(f"  {starts}\n")
     for path in (tmp_path / name).glob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "examples/" not in text, "a path of the repository"
         tree = ast.parse(text)
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         foreign = {module for module in modules if module and module.split(".")[0] in ("examples", "zoo_tests")}
-        assert not foreign and local
+        assert not foreign
 
 
 def test_nothing_is_overwritten(
@@ -100,6 +104,6 @@ def test_the_wheel_has_them(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *command], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for path in (REPOSITORY / "examples").glob("*/*"):
-        if path.suffix in (".py", ".md"):
+        if path.suffix in _COPIED:
             packed = tmp_path / "packed" / "booster" / "cli" / "examples" / path.parent.name / path.name
             assert packed.read_bytes() == path.read_bytes()
