@@ -137,8 +137,8 @@ def uses(forward: Forward, name: str) -> bool:
 
 @cache
 def reads(forward: Forward, expression: str) -> bool:
-    """Return whether `forward` reads an attribute, written as `expression`, such as "self.config.pad_token_id"."""
-    found = (node for node in ast.walk(_tree(forward)) if isinstance(node, ast.Attribute))
+    """Return whether `forward` has an attribute or a call, as `ast.unparse` writes it: "self.config.pad_token_id"."""
+    found = (node for node in ast.walk(_tree(forward)) if isinstance(node, ast.Attribute | ast.Call))
     return any(ast.unparse(node) == expression for node in found)
 
 

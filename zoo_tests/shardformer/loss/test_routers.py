@@ -6,6 +6,7 @@ for stages and micro-batches in `plugins/hybrid_parallel/loss/router_balance.py`
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -165,7 +166,7 @@ def test_a_loss_of_ones_own_adds_that_of_all_stages(ranks: int, options: dict[st
 
 
 def test_the_configuration_that_the_forward_pass_reads_counts() -> None:
-    """A model of texts and images reads that of its text; transformers passes over the one of the whole model."""
+    """A model of texts and images reads that of its text, or (5.17) the argument alone; never the whole model's."""
     sizes = {**_SIZES, "num_hidden_layers": 1, "vocab_size": 67, "moe_intermediate_size": 8, "head_dim": 8}
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
     config = Qwen3VLMoeConfig(text_config={**sizes, "num_experts": 4}, vision_config=vision)
@@ -174,4 +175,5 @@ def test_the_configuration_that_the_forward_pass_reads_counts() -> None:
     config.output_router_logits = True
     assert not routers_are_asked(model, {}) and routers_are_asked(model, {"output_router_logits": True})
     config.text_config.output_router_logits = True
-    assert routers_are_asked(model, {})
+    reads_text = "self.config.text_config.output_router_logits" in inspect.getsource(type(model).forward)
+    assert routers_are_asked(model, {}) == reads_text
