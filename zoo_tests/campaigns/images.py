@@ -1,11 +1,12 @@
 """Train models of texts and images, or sounds, with these in their batches, sharded and plainly.
 
-    python -m zoo_tests.campaigns.images [--layouts tp2pp2,tp2,pp2,sp2,cp2,dp2] [--only PATTERN] [--in-some]
+    python -m zoo_tests.campaigns.images [--layouts tp2pp2,tp2,pp2,sp2,cp2,pp2-some,dp2-some] [--only PATTERN]
         [--log FILE] [--output docs/results/images.md]
 
 The census gives such models texts alone. Here each sample begins with an image, in the first of the forms of
-`image_twin.STYLES` in which it reaches the loss and the weights of the tower of images, or with a sound. The log is
-read at first: what is there is not trained again.
+`image_twin.STYLES` in which it reaches the loss and the weights of the tower of images, or with a sound. In layouts
+that end in "-some", the first half of the samples has neither. The log is read at first: what is there is not trained
+again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, kind_of, 
 from zoo_tests.harness.ranks import stop_pools
 from zoo_tests.harness.sound_twin import sound_twin_of
 
-_LAYOUTS = ("tp2pp2", "tp2", "pp2", "sp2", "cp2")
+_SOME = "-some"
+_LAYOUTS = ("tp2pp2", "tp2", "pp2", "sp2", "cp2", f"pp2{_SOME}", f"dp2{_SOME}")
 _INPUTS = ("pixel_values", "image_pixel_values", "input_features")
 _NO_BATCH = "no batch in which an image or a sound reaches the loss"
 _HEAD = """# Images and sounds in the batches
@@ -35,7 +37,8 @@ _HEAD = """# Images and sounds in the batches
 Head classes of transformers that take texts and images, or sounds, trained with one in each sample and compared with
 plain training: every loss, gradient and weight. The [census](coverage.md) gives these classes texts alone. {number}
 classes take images or sounds. For {tried} of them a batch was made in which these reach the loss and the gradients of
-the tower.
+the tower. In the columns "-some" the first half of the samples has none: that is a whole micro-batch of pp2, and the
+whole share of a replica of dp2.
 
 ```bash
 {command}
@@ -91,7 +94,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default=",".join(_LAYOUTS), help=f"of {', '.join(_LAYOUTS)}")
     parser.add_argument("--only", default="", help="regular expression on Family/Class")
-    parser.add_argument("--in-some", action="store_true", help="images or sounds in half of the samples alone")
     parser.add_argument("--log", type=Path, help="log (.jsonl): written after each class, read at first")
     parser.add_argument("--output", type=Path, help="page to write")
     arguments = parser.parse_args()
@@ -104,7 +106,7 @@ def main() -> int:
                 known = log.get(name) or Verdict(_NO_BATCH)
                 is_new = name not in log or (known.plain == EXACT and known.share.parameters is None)
                 if is_new or (known.plain == EXACT and any(layout not in known.layouts for layout in layouts)):
-                    train(head, layouts, known, arguments.in_some)
+                    train(head, layouts, known)
                     if arguments.log is not None:
                         append(arguments.log, name, known)
                 found.verdicts[name] = known
@@ -139,25 +141,25 @@ def classes_with_towers() -> list[HeadClass]:
     return found
 
 
-def train(head: HeadClass, layouts: list[str], known: Verdict, in_some: bool = False) -> None:
-    """Train a class in each layout that is not known yet, and measure what two tensor-parallel ranks divide.
-
-    With `in_some`, half of the samples have neither images nor sounds.
-    """
-    plain = plain_with_inputs(head, in_some)
+def train(head: HeadClass, layouts: list[str], known: Verdict) -> None:
+    """Train a class in each layout that is not known yet, and measure what two tensor-parallel ranks divide."""
+    plain = plain_with_inputs(head, in_some=False)
     if plain is None:
         return
     known.plain = EXACT
-    for layout in layouts:
-        if layout not in known.layouts:
-            known.layouts[layout] = sharded_verdict(head, layout, plain)
+    missing = [layout for layout in layouts if layout not in known.layouts]
+    some = plain_with_inputs(head, in_some=True) if any(each.endswith(_SOME) for each in missing) else plain
+    for layout in missing:
+        known.layouts[layout] = sharded_verdict(
+            head, layout.removesuffix(_SOME), some if layout.endswith(_SOME) else plain
+        )
     twin = plain.case.tiny_model
     cut = share_cut(twin.build, twin.batch(twin.build(), 0, 2))
     known.share.parameters, known.share.flops = cut.parameters, cut.flops
 
 
 def plain_with_inputs(head: HeadClass, in_some: bool) -> PlainRun | None:
-    """Plain training with images or sounds; None if no batch for them was made."""
+    """Plain training with images or sounds, of half of the samples or all; None if no batch for them was made."""
     without = plain_run(head)
     if isinstance(without, str):
         return None

@@ -139,7 +139,7 @@ class RankPool:
         self._num_tasks += 1
         try:
             self._ranks.submit(_run_task, function.__module__, function.__qualname__, args, kwargs)
-            results = self._ranks.collect(under_load(timeout_s))
+            results = self._ranks.collect(lambda: under_load(timeout_s))
         except BaseException:  # nobody knows what the ranks do now
             self.stop()
             raise

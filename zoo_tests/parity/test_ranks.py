@@ -60,6 +60,12 @@ def test_hanging_rank_is_reported_with_its_stack() -> None:
         run_on_ranks(2, _hang_on_rank_0, timeout_s=2.0)
 
 
+def test_a_limit_counts_the_load_that_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([0.0])
+    monkeypatch.setattr(os, "getloadavg", lambda: (next(loads, 100.0 * os.cpu_count()), 0.0, 0.0))
+    run_on_ranks(2, time.sleep, 0.3, timeout_s=0.1)
+
+
 def _die_on_rank_0() -> None:
     if dist.get_rank() == 0:
         os._exit(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -122,21 +123,24 @@ class LocalRanks:
                 "module of its own"
             ) from None
 
-    def collect(self, timeout_s: float) -> dict[int, RankResult]:
+    def collect(self, timeout_s: float | Callable[[], float]) -> dict[int, RankResult]:
         """Wait for the results of the last submitted function; the first error shortens the wait.
 
         An error of an earlier function, or the end of a rank's process, counts as the rank's result.
 
         Args:
-            timeout_s: time limit in seconds.
+            timeout_s: time limit in seconds; a function is asked again when it has passed; the largest counts.
 
         Returns:
             Rank -> result, in the order in which they came; ranks that did not answer in time are left out.
         """
-        deadline = time.monotonic() + timeout_s
+        start, limit_s, grace = time.monotonic(), 0.0, math.inf
         results: dict[int, RankResult] = {}
         waiting = dict(enumerate(zip(self._connections, self.processes, strict=True)))
-        while waiting and (left := deadline - time.monotonic()) > 0:
+        while waiting:
+            limit_s = max(limit_s, timeout_s() if callable(timeout_s) else timeout_s)
+            if (left := min(start + limit_s, grace) - time.monotonic()) <= 0:
+                break
             # A dead rank's connection stays open while a process that it has forked is alive.
             ready = wait(
                 [each for connection, process in waiting.values() for each in (connection, process.sentinel)], left
@@ -150,7 +154,7 @@ class LocalRanks:
                 results[rank] = result
                 del waiting[rank]
                 if result.error is not None:
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                    grace = min(grace, time.monotonic() + _GRACE_S)
         return results
 
     def stop(self) -> None:
