@@ -11,7 +11,6 @@ is not trained again.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES
+from zoo_tests.campaigns.census.verdict import add_row, read_rows
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case
 from zoo_tests.harness.ranks import RankError, stop_pools
@@ -133,18 +133,14 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="log (.jsonl): written after each case, read at first")
     parser.add_argument("--output", type=Path, help="page to write")
     given = parser.parse_args()
-    lines = given.log.read_text("utf-8").splitlines() if given.log and given.log.exists() else []
-    verdicts = {(tuple(axes), seed): verdict for axes, seed, verdict in map(json.loads, lines)}
+    verdicts = {(tuple(axes), seed): verdict for axes, seed, verdict in read_rows(given.log)}
     try:
         for axes in sets_of_axes(map(int, given.axes.split(","))):
             for seed in range(given.seeds) if re.search(given.only, "·".join(axes)) else ():
                 if (axes, seed) not in verdicts:
                     verdicts[axes, seed] = verdict_of(case_of(axes, seed))
-                    sys.stdout.write(f"{'·'.join(axes)} {case_of(axes, seed)}: {verdicts[axes, seed]}\n")
-                    sys.stdout.flush()
-                    if given.log:
-                        with given.log.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps([axes, seed, verdicts[axes, seed]]) + "\n")
+                    print(f"{'·'.join(axes)} {case_of(axes, seed)}: {verdicts[axes, seed]}", flush=True)
+                    add_row(given.log, [axes, seed, verdicts[axes, seed]])
     finally:
         stop_pools()
     if given.output:

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from plugins.hybrid_parallel.setup.input_checks import mixed_samples
+from plugins.hybrid_parallel.setup.input_checks import has_batch_norms, mixed_samples
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
 from zoo_tests.campaigns.census.classes import head_classes
 from zoo_tests.campaigns.census.trained import twin_of
@@ -65,7 +64,7 @@ def _outputs_of(row: int, model: nn.Module, batch: Mapping[str, Any], seed: int)
 
 def says_so(model: nn.Module) -> bool:
     """Whether `boost` refuses the model where its batch is cut, or logs that it has batch norms."""
-    return mixed_samples(model) is not None or any(isinstance(module, _BatchNorm) for module in model.modules())
+    return mixed_samples(model) is not None or has_batch_norms(model)
 
 
 def twins(pattern: str, has_switches: bool) -> Iterator[tuple[str, TinyModel]]:

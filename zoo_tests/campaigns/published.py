@@ -31,7 +31,7 @@ from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, smal
 from plugins.hybrid_parallel.verify.train import Criterion, RandomLossError, VerifyCase, train_reference
 from zoo_tests.campaigns.census.classes import HeadClass
 from zoo_tests.campaigns.census.trained import PlainRun, sharded_verdict
-from zoo_tests.campaigns.census.verdict import EXACT, kind_of, reasons
+from zoo_tests.campaigns.census.verdict import EXACT, add_row, kind_of, read_rows, reasons
 from zoo_tests.harness.ranks import stop_pools
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {"tp2": {}, "pp2": {}, "sp2": {}, "cp2": {}, "dp2": {"zero_stage": 3}}
@@ -146,16 +146,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long; the same command goes on")
     parser.add_argument("--output", type=Path, help="page to write")
     given = parser.parse_args()
-    lines = given.log.read_text("utf-8").splitlines() if given.log and given.log.exists() else []
-    found: dict[str, dict[str, str]] = dict(map(json.loads, lines))
+    found: dict[str, dict[str, str]] = dict(read_rows(given.log))
     try:
         for name, verdicts in sweep(given.only, found, time.monotonic() + 60 * given.minutes):
             found[name] = verdicts
-            if given.log:
-                with given.log.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps([name, verdicts]) + "\n")
-            sys.stdout.write(f"{name}: {verdicts}\n")
-            sys.stdout.flush()
+            add_row(given.log, [name, verdicts])
+            print(f"{name}: {verdicts}", flush=True)
     finally:
         stop_pools()
     if given.output:

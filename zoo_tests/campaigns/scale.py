@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 import os
 import re
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.campaigns.census.verdict import add_row, read_rows
 from zoo_tests.harness.case import share_of
 from zoo_tests.harness.ranks import run_on_ranks, stop_pools
 from zoo_tests.zoo.labels import IGNORED, causal_loss, token_loss
@@ -149,7 +149,7 @@ SUBJECTS = {
     ),
     "Gemma 3 270M, 4 layers": Subject("Gemma3ForCausalLM", "Gemma3TextConfig", _GEMMA3_270M),
     "Llama of 8,192 tokens": Subject(
-        "LlamaForCausalLM", "LlamaConfig", _NARROW, ("cp2", "cp2 all-to-all", "sp2", "pp2"), (8190,)
+        "LlamaForCausalLM", "LlamaConfig", _NARROW, ("cp2", "cp2 all-to-all", "sp2"), (8190,)
     ),
 }
 
@@ -294,7 +294,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="log (.jsonl): written after each layout, read at first")
     parser.add_argument("--output", type=Path, help="page to write")
     given = parser.parse_args()
-    rows = [json.loads(line) for line in given.log.read_text("utf-8").splitlines()] if _exists(given.log) else []
+    rows = read_rows(given.log)
     known = {(row["model"], row["layout"]) for row in rows}
     try:
         for name, subject in SUBJECTS.items():
@@ -302,21 +302,14 @@ def main() -> int:
             new = [each for each in layouts if (name, each) not in known]
             for row in measure(name, subject, new) if new and re.search(given.models, name) else ():
                 rows.append(row)
-                sys.stdout.write(f"{name}, {row['layout']}: {row['errors']} ({row['seconds']} s)\n")
-                sys.stdout.flush()
-                if given.log:
-                    with given.log.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
+                print(f"{name}, {row['layout']}: {row['errors']} ({row['seconds']} s)", flush=True)
+                add_row(given.log, row)
     finally:
         stop_pools()
     rows.sort(key=lambda row: list(SUBJECTS).index(row["model"]))
     if given.output:
         given.output.write_text(page(rows), encoding="utf-8")
     return int(not all(is_within(row) for row in rows if row["layout"] != PLAIN))
-
-
-def _exists(path: Path | None) -> bool:
-    return path is not None and path.exists()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import json
 import re
 import sys
 import time
@@ -30,7 +29,7 @@ from plugins.hybrid_parallel.verify.train import Trace, train_reference
 from shardformer.expert_parallel.experts import expert_modules
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, refusal, sharded_verdict
-from zoo_tests.campaigns.census.verdict import EXACT, kind_of
+from zoo_tests.campaigns.census.verdict import EXACT, add_row, kind_of, read_rows
 from zoo_tests.harness.ranks import stop_pools
 
 LAYOUTS = ("tp2", "pp2")
@@ -257,8 +256,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long; the same command goes on")
     parser.add_argument("--output", type=Path, help="page to write")
     given = parser.parse_args()
-    lines = given.log.read_text("utf-8").splitlines() if given.log and given.log.exists() else []
-    entries = [json.loads(line) for line in lines]
+    entries = read_rows(given.log)
     known = {f"{name.partition('/')[0]} {switch}" for name, switch, _ in entries}
     families: dict[str, list[HeadClass]] = {}
     for head in sorted(head_classes(), key=lambda head: "ForCausalLM" not in head.name):
@@ -268,12 +266,9 @@ def main() -> int:
     try:
         for entry in sweep(families, layouts, known, until):
             entries.append(entry)
-            if given.log:
-                with given.log.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(entry) + "\n")
+            add_row(given.log, entry)
             if entry[2]:
-                sys.stdout.write(f"{entry[0]} {entry[1]}: {entry[2]}\n")
-                sys.stdout.flush()
+                print(f"{entry[0]} {entry[1]}: {entry[2]}", flush=True)
     finally:
         stop_pools()
     found: dict[tuple[str, str], dict[str, str]] = {}

@@ -220,6 +220,8 @@ def to_text(found: Verification) -> str:
         f"{trial.rows} samples",
         *verdict_to_text(found.verdict, found.precision),
     ]
+    if found.lines_not_run:
+        lines += ["not shown, as the batch does not run these lines:", *(f"  {each}" for each in found.lines_not_run)]
     return "\n".join(lines) + "\n"
 
 
@@ -240,6 +242,7 @@ def as_json(found: Verification) -> dict[str, Any]:
             for worst in found.verdict.worst
         ],
         "not_reached": found.verdict.untrained,
+        "lines_not_run": found.lines_not_run,
     }
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from booster.errors import ConfigurationError
@@ -148,6 +149,11 @@ def cuts_batch(config: HybridParallelConfig, num_replicas: int) -> bool:
     """Return whether a batch becomes several micro-batches, or shares of `num_replicas`."""
     parts = config.pipeline.num_microbatches or config.parallel.pp_size
     return num_replicas > 1 or parts > 1 or config.pipeline.microbatch_size is not None
+
+
+def has_batch_norms(model: nn.Module) -> bool:
+    """Return whether a module normalises over its batch: parts of it then have statistics of their own."""
+    return any(isinstance(each, _BatchNorm) for each in model.modules())
 
 
 def mixed_samples(model: nn.Module) -> tuple[str, str] | None:

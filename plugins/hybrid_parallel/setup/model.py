@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.logging import get_logger
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel, ShardContext
@@ -18,7 +17,7 @@ from plugins.hybrid_parallel.features.feature import Feature, Parts, features_of
 from plugins.hybrid_parallel.loss.arithmetic import DynamicLossScale, LossScale
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.setup.initial_weights import cast, fill, reader_of, share_initial_weights
-from plugins.hybrid_parallel.setup.input_checks import as_configuration_error, cuts_batch
+from plugins.hybrid_parallel.setup.input_checks import as_configuration_error, cuts_batch, has_batch_norms
 from plugins.hybrid_parallel.zero.bucket_layout import Source
 from plugins.hybrid_parallel.zero.grouping import TiedParameter
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer
@@ -96,7 +95,7 @@ def _warn_of_numbers(model: nn.Module, config: HybridParallelConfig, mesh: Hybri
             "precision='fp16'",
             *capability,
         )
-    if cuts_batch(config, mesh.size("dp")) and any(isinstance(each, _BatchNorm) for each in model.modules()):
+    if cuts_batch(config, mesh.size("dp")) and has_batch_norms(model):
         _logger.warning(
             "%s normalises over its batch: each micro-batch and replica has statistics of its own, so that numbers "
             "differ from those of the whole batch",

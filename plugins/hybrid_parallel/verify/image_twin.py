@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plugins.hybrid_parallel.verify.random_batch import cast
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
 
 _TOKEN, _TEXT = 98, 8  # in the vocabulary of tiny models; tokens of text behind those of an image
@@ -44,8 +45,7 @@ class ImageTwin(TinyModel):
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         """Make the global batch of a step; samples have different lengths."""
         generator = torch.Generator().manual_seed(77 + step)
-        images = STYLES[self.style](model.config.vision_config, rows, generator)
-        images = {name: self._cast(value) for name, value in images.items()}
+        images = cast(STYLES[self.style](model.config.vision_config, rows, generator), self.dtype)
         count = _tokens_of(model, images) // rows
         numbers = in_some(rows, images) if self.in_some else [1] * rows
         ids = torch.randint(0, _TOKEN - 10, (rows, max(numbers) * (count + 1) - 1 + _TEXT), generator=generator)

@@ -1,14 +1,21 @@
-"""Record the outputs of modules by hooks in both trainings, assemble them from all ranks, and compare them."""
+"""Record the outputs of modules by hooks in both trainings, assemble them from all ranks, and compare them.
+
+Also, which lines of modeling code ran.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import groupby
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Self
 
 import numpy
 import torch
@@ -217,3 +224,48 @@ class _Lines(TorchFunctionMode):
 
 _NOTHING = nn.Module()  # whose weight is not divided
 _TORCH = os.path.dirname(torch.__file__)
+
+
+_OF_TRANSFORMERS = re.compile(r"/transformers/models/\w+/modeling_\w+\.py$")  # towers of other families, too
+_NO_PART_OF_A_STEP = ("__init__", "_init_weights")
+FrameTrace = Callable[[FrameType, str, Any], Any]
+
+
+class LinesRun:
+    """Context manager that notes which lines run of the file of a model's class and of transformers' families."""
+
+    def __init__(self, model_class: type[nn.Module]) -> None:
+        self._file = getattr(sys.modules[model_class.__module__], "__file__", None)
+        self._run: dict[CodeType, set[int]] = {}
+
+    def __enter__(self) -> Self:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _enter(self, frame: FrameType, event: str, value: Any) -> FrameTrace | None:
+        code = frame.f_code
+        is_modeling = code.co_filename == self._file or _OF_TRANSFORMERS.search(code.co_filename)
+        if not is_modeling or code.co_name in _NO_PART_OF_A_STEP:
+            return None
+        run = self._run.setdefault(code, set())
+
+        def trace(frame: FrameType, event: str, value: Any) -> FrameTrace:
+            run.add(frame.f_lineno)
+            return trace
+
+        return trace
+
+    def others(self) -> list[str]:
+        """Return "FILE, FUNCTION: 79, 181-186" for each function that ran, but these lines of it."""
+        found = []
+        for code in sorted(self._run, key=lambda code: (code.co_filename, code.co_firstlineno)):
+            lines = sorted({line for *_, line in code.co_lines() if line is not None} - {code.co_firstlineno})
+            groups = [list(group) for ran, group in groupby(lines, self._run[code].__contains__) if not ran]
+            ranges = (str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
+            if groups:
+                found.append(f"{Path(code.co_filename).name}, {code.co_qualname}: {', '.join(ranges)}")
+        return found

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from booster.errors import ConfigurationError, VerificationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
@@ -18,72 +19,42 @@ from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import control_group
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Verdict, compare, to_text
 from plugins.hybrid_parallel.verify.module_outputs import Output
-from plugins.hybrid_parallel.verify.train import Arrays, RecordedStep, Trace, VerifyCase, train_on_rank, train_reference
+from plugins.hybrid_parallel.verify.random_batch import cast, rows_of
+from plugins.hybrid_parallel.verify.tiny_model import without_dropout
+from plugins.hybrid_parallel.verify.train import RecordedStep, Trace, VerifyCase, train_on_rank, train_reference
 from shardformer.distributed.process_groups import all_gather_json
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.shard_spec import Part, ShardSpec
 
-
-def trace_to_json(trace: Trace) -> dict[str, Any]:
-    """Convert a rank's coordinates and steps to JSON; fields of the unsharded training are left out."""
-    place = {"stage": trace.stage, "dp_rank": trace.dp_rank, "tp_rank": trace.tp_rank}
-    return place | {"steps": [_step_to_json(step) for step in trace.steps]}
+_CLASSES = {each.__name__: each for each in (Trace, RecordedStep, Output, ShardSpec, Part)}
 
 
-def trace_from_json(value: dict[str, Any]) -> Trace:
-    """Restore a trace; the inverse of `trace_to_json`."""
-    return Trace(**{**value, "steps": [_step_from_json(step) for step in value["steps"]]})
+def trace_to_json(trace: Trace) -> str:
+    """Write what a rank has recorded as JSON."""
+    return json.dumps(trace, default=_as_object)
 
 
-def _step_to_json(step: RecordedStep) -> dict[str, Any]:
-    return {
-        "loss": step.loss,
-        "outputs": [
-            {
-                "name": output.name,
-                "kind": output.kind,
-                "spec": None if output.spec is None else asdict(output.spec),
-                "parts": {index: _array_to_json(array) for index, array in output.parts.items()},
-            }
-            for output in step.outputs
-        ],
-        "gradients": {name: _array_to_json(array) for name, array in step.gradients.items()},
-        "weights": {name: _array_to_json(array) for name, array in step.weights.items()},
-    }
+def trace_from_json(text: str) -> Trace:
+    """Read a trace; the inverse of `trace_to_json`."""
+    return json.loads(text, object_hook=_from_object)
 
 
-def _step_from_json(value: dict[str, Any]) -> RecordedStep:
-    outputs = [
-        Output(
-            each["name"],
-            each["kind"],
-            None if each["spec"] is None else _spec_from_json(each["spec"]),
-            {int(index): _array_from_json(array) for index, array in each["parts"].items()},
-        )
-        for each in value["outputs"]
-    ]
-    return RecordedStep(
-        value["loss"], outputs, _arrays_from_json(value["gradients"]), _arrays_from_json(value["weights"])
-    )
+def _as_object(value: Any) -> dict[str, Any]:
+    if isinstance(value, numpy.ndarray):
+        data = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
+        return {"$array": data, "dtype": value.dtype.str, "shape": value.shape}
+    return {"$class": type(value).__name__} | {each.name: getattr(value, each.name) for each in fields(value)}
 
 
-def _spec_from_json(value: dict[str, Any]) -> ShardSpec:
-    parts = tuple(Part(**part) for part in value["parts"])
-    return ShardSpec(**{**value, "full_shape": tuple(value["full_shape"]), "parts": parts})
-
-
-def _arrays_from_json(values: dict[str, Any]) -> Arrays:
-    return {name: _array_from_json(array) for name, array in values.items()}
-
-
-def _array_to_json(array: numpy.ndarray) -> dict[str, Any]:
-    data = base64.b64encode(numpy.ascontiguousarray(array).tobytes()).decode()
-    return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
-
-
-def _array_from_json(value: dict[str, Any]) -> numpy.ndarray:
-    data = base64.b64decode(value["data"])
-    return numpy.frombuffer(data, dtype=value["dtype"]).reshape(value["shape"]).copy()
+def _from_object(parts: dict[str, Any]) -> Any:
+    if "$array" in parts:
+        return numpy.frombuffer(base64.b64decode(parts["$array"]), parts["dtype"]).reshape(parts["shape"]).copy()
+    kind = _CLASSES.get(parts.pop("$class", None))
+    if kind is Output:
+        parts["parts"] = {int(index): array for index, array in parts["parts"].items()}
+    elif kind is ShardSpec:
+        parts |= {name: tuple(parts[name]) for name in ("full_shape", "parts")}
+    return parts if kind is None else kind(**parts)
 
 
 _SEED = 1
@@ -105,20 +76,11 @@ class OwnModel:
     def build(self) -> nn.Module:
         """Build the model in training mode, on the CPU, without dropout."""
         with random_numbers_apart(_SEED):
-            model = self.model_fn().to(device="cpu", dtype=self.dtype).train()
-        for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.p = 0.0
-        return model
+            return without_dropout(self.model_fn().to(device="cpu", dtype=self.dtype).train())
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         """Return the user's batch, the same in every step."""
-        return {
-            name: value.to(device="cpu", dtype=self.dtype if value.is_floating_point() else None)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in self.given.items()
-        }
+        return cast(self.given, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -152,9 +114,7 @@ def verify_own_model(
     """Implement `booster.verify`; see there."""
     if precision not in TOLERANCES:
         raise ConfigurationError(f"precision='{precision}' cannot be compared in; use {' or '.join(TOLERANCES)}")
-    rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)
-    if rows == 0:
-        raise ConfigurationError("the batch holds no samples; give a mapping with tensors [samples, ...]")
+    rows = rows_of(batch)
     options, parallel = config.options() | {"precision": "fp32"}, config.parallel
     subject = OwnModel(model_fn, batch, torch.float64 if precision == "fp64" else torch.float32)
     in_a_job = dist.is_initialized() and dist.get_world_size() > 1

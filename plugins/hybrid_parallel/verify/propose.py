@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
@@ -19,6 +19,7 @@ from plugins.hybrid_parallel.planner.model_flops import FlopCounter
 from plugins.hybrid_parallel.setup.model import shard_model
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compare
 from plugins.hybrid_parallel.verify.own_model import OwnModel
+from plugins.hybrid_parallel.verify.random_batch import rows_of
 from plugins.hybrid_parallel.verify.train import (
     Criterion,
     Subject,
@@ -93,11 +94,8 @@ def propose_own_model(
     Returns:
         The plan: `policy()` is a `custom_policy`, `save(file)` writes JSON that can be edited.
     """
-    rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)
-    if rows == 0:
-        raise ConfigurationError("the batch holds no samples; give a mapping with tensors [samples, ...]")
     subject = OwnModel(model_fn, batch, torch.float64)
-    return propose_verified(subject, rows, criterion=criterion, timeout_s=timeout_s)
+    return propose_verified(subject, rows_of(batch), criterion=criterion, timeout_s=timeout_s)
 
 
 def search_on_rank(case: VerifyCase, parts: list[Alternatives], tolerance: Tolerance) -> ProposedPlan:
@@ -154,12 +152,14 @@ class ShareCut:
         return f"{self.parameters:.0%} of the parameters, {flops} of the FLOPs"
 
 
-def share_cut(build: Callable[[], nn.Module], batch: Mapping[str, Any], tp_size: int = 2, **options: Any) -> ShareCut:
+def share_cut(
+    build: Callable[[], nn.Module], batch: Mapping[str, Any] | None, tp_size: int = 2, **options: Any
+) -> ShareCut:
     """Measure the shares that `tp_size` ranks divide.
 
     Args:
         build: builds the whole model; called twice.
-        batch: inputs of a forward pass.
+        batch: inputs of a forward pass; None if the FLOPs are not asked for.
         tp_size: number of tensor-parallel ranks.
         options: further options of `HybridParallelPlugin`, such as `custom_policy`.
 
@@ -176,23 +176,6 @@ def share_cut(build: Callable[[], nn.Module], batch: Mapping[str, Any], tp_size:
     return ShareCut(share, _divided(whole_flops, local_flops, tp_size))
 
 
-def parameters_cut(model: nn.Module, tp_size: int = 2, **options: Any) -> float:
-    """Shard a model, which may be on the meta device, and return the share of its parameters that ranks divide.
-
-    Args:
-        model: is changed.
-        tp_size: number of tensor-parallel ranks.
-        options: further options of `HybridParallelPlugin`.
-
-    Raises:
-        ConfigurationError: the model cannot be sharded, or process groups already exist.
-    """
-    config = HybridParallelConfig.from_options(tp_size=tp_size, dp_size=1, **options)
-    with fake_rank(0, tp_size):
-        shard_model(model, config, build_mesh(*config.parallel.mesh_shape(tp_size)))
-        return divided_share(model.parameters())
-
-
 def _divided(whole: float | None, local: float | None, tp_size: int) -> float | None:
     """Solve local = whole * (1 - share + share / tp_size) for the share."""
     if not whole or local is None or tp_size == 1:
@@ -201,8 +184,10 @@ def _divided(whole: float | None, local: float | None, tp_size: int) -> float | 
     return min(max(share, 0.0), 1.0)
 
 
-def _flops(model: nn.Module, batch: Mapping[str, Any]) -> float | None:
+def _flops(model: nn.Module, batch: Mapping[str, Any] | None) -> float | None:
     """Count the FLOPs of a forward pass; None if it fails, as values are arbitrary without communication."""
+    if batch is None:
+        return None
     counter = FlopCounter()
     try:
         with torch.no_grad(), counter:

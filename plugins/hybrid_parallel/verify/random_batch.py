@@ -128,6 +128,25 @@ def _labels(model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator:
     return {"labels": labels}
 
 
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return an entry of a batch on the CPU, with its floating-point tensors in a dtype."""
+    if isinstance(value, list | tuple):
+        return type(value)(cast(part, dtype) for part in value)
+    if isinstance(value, Mapping):
+        return {key: cast(part, dtype) for key, part in value.items()}
+    if isinstance(value, Tensor):
+        return value.to("cpu", dtype if value.is_floating_point() else None)
+    return value
+
+
+def rows_of(batch: Mapping[str, Any]) -> int:
+    """Return the number of samples of a user's batch."""
+    rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)
+    if rows == 0:
+        raise ConfigurationError("the batch holds no samples; give a mapping with tensors [samples, ...]")
+    return rows
+
+
 def distance_from_wave(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
     """Return the sum over samples of the squared distance of each differentiable output from a wave, and their number.
 

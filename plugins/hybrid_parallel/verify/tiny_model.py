@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.verify.random_batch import batch_for
+from plugins.hybrid_parallel.verify.random_batch import batch_for, cast
 from shardformer.distributed.random import random_numbers_apart
 
 _TABLE = Path(__file__).parent / "family_fields.json"
@@ -217,12 +217,7 @@ class TinyModel:
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         """Make the global batch of a step."""
-        return {key: self._cast(value) for key, value in batch_for(model, step, rows, self.has_labels).items()}
-
-    def _cast(self, value: Any) -> Any:
-        if isinstance(value, list):  # one target for each sample
-            return [{key: self._cast(part) for key, part in target.items()} for target in value]
-        return value.to(self.dtype) if value.is_floating_point() else value
+        return cast(batch_for(model, step, rows, self.has_labels), self.dtype)
 
 
 def small_config(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = None) -> Any:
@@ -319,10 +314,15 @@ def build_small(model_class: type[nn.Module], config: Any, dtype: torch.dtype) -
             for param in model.parameters():
                 if param.is_floating_point():
                     param.copy_(param.where(~param.isnan(), 0.0)).add_(torch.randn_like(param), alpha=0.02)
+    return without_dropout(model.to(dtype).train())
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Switch the dropout of a model off, in place: some heads have one without a configuration field."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):  # some heads have dropout without a configuration field
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    return model.to(dtype).train()
+    return model
 
 
 @contextmanager

@@ -121,6 +121,8 @@ def train_reference(trial: VerifyCase) -> Trace:
         loss = _loss(trial, model, batch)
         loss.backward()
         gradients = _arrays({name: param.grad for name, param in named.items() if param.grad is not None})
+        if (max_norm := trial.options.get("max_norm")) is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         trace.steps.append(RecordedStep(loss.item(), log.take(), gradients, _arrays(named)))

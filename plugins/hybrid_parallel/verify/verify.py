@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
-from plugins.hybrid_parallel.setup.input_checks import cuts_batch, refuse_mixed_samples
+from plugins.hybrid_parallel.setup.input_checks import cuts_batch, has_batch_norms, refuse_mixed_samples
 from plugins.hybrid_parallel.setup.model import shard_model
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdict, compare
+from plugins.hybrid_parallel.verify.module_outputs import LinesRun
 from plugins.hybrid_parallel.verify.random_batch import takes_labels
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import Criterion, Trace, VerifyCase, train_on_rank, train_reference
@@ -34,6 +34,7 @@ class Verification:
     world_size: int  # number of ranks of the sharded training
     num_parameters: int  # number of parameters of the tiny model
     verdict: Verdict  # verdict of the comparison
+    lines_not_run: list[str]  # lines of modeling code that neither training shows, see `LinesRun.others`
 
 
 def verify(
@@ -66,7 +67,8 @@ def verify(
     microbatches = pipeline.num_microbatches or parallel.pp_size
     rows = 2 * (parallel.dp_size or 1) * microbatches * (pipeline.microbatch_size or 1) + 1
     trial = VerifyCase(tiny_model, max(rows, 7), steps, options, criterion)
-    trial, precision, plain = plain_training(trial, precision)
+    with LinesRun(model_class) as lines:
+        trial, precision, plain = plain_training(trial, precision)
     _refuse_mixed_samples(trial.tiny_model, layout)
     try:
         ranks = run_on_local_ranks(train_on_rank, world_size, trial, timeout_s=timeout_s)
@@ -76,7 +78,7 @@ def verify(
     except ConfigurationError as error:  # the full-size model passed the same check
         raise ConfigurationError(f"the tiny model of {tiny_model.name} cannot be cut like the model: {error}") from None
     num_parameters = sum(plain.first_weights[min(names)].size for names in plain.aliases)
-    return Verification(trial, precision, world_size, num_parameters, verdict)
+    return Verification(trial, precision, world_size, num_parameters, verdict, lines.others())
 
 
 def refuse_without_loss(model_class: type[nn.Module], criterion: Criterion | None) -> None:
@@ -136,9 +138,7 @@ def refuse_what_cannot_be_cut(
 def _refuse_mixed_samples(tiny_model: TinyModel, layout: HybridParallelConfig) -> None:
     model, num_replicas = tiny_model.build(), (layout.parallel.dp_size or 1) * layout.parallel.cp_size
     refuse_mixed_samples(layout, model, num_replicas)
-    if cuts_batch(layout, layout.parallel.dp_size or 1) and any(
-        isinstance(each, _BatchNorm) for each in model.modules()
-    ):
+    if cuts_batch(layout, layout.parallel.dp_size or 1) and has_batch_norms(model):
         raise ConfigurationError(
             f"{tiny_model.name} normalises over its batch, whose parts have statistics of their own under any layout; "
             "use --dp 1 --microbatches 1"

@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from plugins.hybrid_parallel.verify.propose import parameters_cut
+from plugins.hybrid_parallel.verify.propose import share_cut
 from zoo_tests.campaigns.census.classes import HeadClass
 
 _AT_RANDOM = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # layers that are skipped cannot be sharded
@@ -23,6 +23,6 @@ def full_size_share(head: HeadClass) -> float | None:
                 setattr(config, name, 0.0)
         with torch.device("meta"):
             model = model_class(config)
-        return parameters_cut(model)
+        return share_cut(lambda: model, None).parameters
     except Exception:  # any of a thousand classes may fail in its own way
         return None

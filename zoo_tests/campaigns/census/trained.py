@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import split_batch
-from plugins.hybrid_parallel.setup.input_checks import mixed_samples
+from plugins.hybrid_parallel.setup.input_checks import has_batch_norms, mixed_samples
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compare
 from plugins.hybrid_parallel.verify.propose import share_cut
 from plugins.hybrid_parallel.verify.random_batch import distance_from_wave
@@ -158,7 +157,7 @@ def _run(
     # Statistics of a batch, and numbers that the loss draws, are those of the plain run where the batch is not split.
     if plain.case.draws_alike or _mixes_samples(plain.case.tiny_model):
         sharding["num_microbatches"] = 1
-    if sizes.dp_size > 1 and not plain.criterion and _has_batch_norms(plain.case.tiny_model.build()):
+    if sizes.dp_size > 1 and not plain.criterion and has_batch_norms(plain.case.tiny_model.build()):
         twin = _InShares(plain.case.tiny_model, sizes.dp_size)
         with precision():
             plain = replace(plain, trace=train_reference(replace(plain.case, tiny_model=twin)))
@@ -281,11 +280,7 @@ def _divided_by_stages(plain: Trace, ranks: list[Trace]) -> float:
 
 def _mixes_samples(twin: TinyModel) -> bool:
     model = twin.build()
-    return mixed_samples(model) is not None or _has_batch_norms(model)
-
-
-def _has_batch_norms(model: nn.Module) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    return mixed_samples(model) is not None or has_batch_norms(model)
 
 
 def twin_of(head: HeadClass, dtype: torch.dtype = torch.float32, has_labels: bool = True) -> TinyModel:

@@ -1,11 +1,13 @@
-"""What became of a head class, and the file that keeps it: one line of JSON a class, so that a killed run goes on."""
+"""What became of a head class, and logs of campaigns: rows of JSON, each written when known, so that a run goes on."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 EXACT = "exact"
 WITH_CRITERION = "exact with a criterion"
@@ -103,14 +105,28 @@ def reasons(found: Mapping[str, Mapping[str, str]]) -> str:
     return "\n".join(f"- {sentence}: {', '.join(names)}" for sentence, names in models.items())
 
 
+def read_rows(log: Path | None) -> list[Any]:
+    """The rows of a log; one that was cut short, because its process was killed, does not count."""
+    rows = []
+    for line in log.read_text(encoding="utf-8").splitlines() if log is not None and log.exists() else ():
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def add_row(log: Path | None, row: Any) -> None:
+    """Add a row to a log, if there is one."""
+    if log is None:
+        return
+    is_cut_short = log.exists() and log.stat().st_size and not log.read_bytes().endswith(b"\n")
+    with log.open("a", encoding="utf-8") as file:
+        file.write(("\n" if is_cut_short else "") + json.dumps(row) + "\n")
+
+
 def read_log(log: Path) -> dict[str, Verdict]:
-    """Family/class -> verdict, of the lines of a log; the last of several counts, and one cut short does not."""
+    """Family/class -> verdict, of the lines of a log; the last of several counts."""
     found = {}
-    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:  # the process was killed while it wrote
-            continue
+    for entry in read_rows(log):
         name, share = entry.pop("class"), Share(**entry.pop("share"))
         found[name] = Verdict(**entry, share=share)
     return found
@@ -118,6 +134,4 @@ def read_log(log: Path) -> dict[str, Verdict]:
 
 def append(log: Path, name: str, verdict: Verdict) -> None:
     """Add the verdict on family/class to a log."""
-    is_cut_short = log.exists() and log.stat().st_size and not log.read_bytes().endswith(b"\n")
-    with log.open("a", encoding="utf-8") as file:
-        file.write(("\n" if is_cut_short else "") + json.dumps({"class": name, **asdict(verdict)}) + "\n")
+    add_row(log, {"class": name, **asdict(verdict)})

@@ -29,7 +29,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.cli.verify import to_text
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
 from plugins.hybrid_parallel.verify import verify as verify_module
-from plugins.hybrid_parallel.verify.module_outputs import Output, difference
+from plugins.hybrid_parallel.verify.module_outputs import LinesRun, Output, difference
 from plugins.hybrid_parallel.verify.tiny_model import TwinSizes, head_counts, small_config
 from plugins.hybrid_parallel.verify.verify import Verification, verify
 from shardformer.shard_spec import Part, ShardSpec
@@ -81,6 +81,7 @@ def test_equal(
     losses, gradients, weights = result["compared"]
     assert losses["count"] == 3 and gradients["count"] > 20 and weights["count"] >= gradients["count"]
     assert all(each["value"] < each["allowed"] for each in result["compared"])
+    assert f"  {result['lines_not_run'][0]}" in out.splitlines()
 
 
 def _with_fault(fault: Callable[[], None], config: Any, model_class: str, **layout: Any) -> Verification:
@@ -295,6 +296,24 @@ def test_outputs_are_put_together() -> None:
     ranks = [torch.cat([query.chunk(2, -1)[rank], key.chunk(2, -1)[rank]], -1) for rank in (0, 1)]
     assert _pieces(whole, fused, *ranks) == 0
     assert _pieces(whole, fused, *reversed(ranks)) > 0.1
+
+
+class _Branching(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() < 0:
+            x = -x
+            x = x + 1
+        return x
+
+
+def test_lines_that_a_batch_does_not_run() -> None:
+    with LinesRun(_Branching) as lines:
+        _Branching()(torch.ones(3))
+    first = _Branching.forward.__code__.co_firstlineno
+    assert lines.others() == [f"test_verify.py, _Branching.forward: {first + 2}-{first + 3}"]
+    with lines:
+        _Branching()(-torch.ones(3))
+    assert lines.others() == []
 
 
 # ----- ranks -----

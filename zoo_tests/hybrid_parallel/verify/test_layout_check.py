@@ -16,28 +16,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 
 from booster import Booster, ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
 from plugins.hybrid_parallel.verify import before_boost
 from plugins.hybrid_parallel.verify.layout_check import CheckedModel, LayoutReport, check_layout, checked_layouts
-from zoo_tests.campaigns.checked_mutants import cases, verdict
+from zoo_tests.campaigns.checked import cases, verdict
 from zoo_tests.harness.ranks import distributed
 
 TP, PP, CP = {"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}, {"cp_size": 2}
 SP = {"tp_size": 2, "enable_sequence_parallelism": True}
+EP = {"ep_size": 2}
 EXCHANGED = {**SP, "sequence_parallelism_mode": "all_to_all"}
 MLP, LAYER = modeling_llama.LlamaMLP.forward, modeling_llama.LlamaDecoderLayer.forward
+ROUTER, EXPERTS = modeling_mixtral.MixtralTopKRouter, modeling_mixtral.MixtralSparseMoeBlock
+ROUTES, MIXES = ROUTER.forward, EXPERTS.forward
+SIZES = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def llama(**sizes: Any) -> nn.Module:
-    given = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "pad_token_id": 0}
-    config = LlamaConfig(**given | {"num_attention_heads": 4, "num_key_value_heads": 2} | sizes)
+def llama() -> nn.Module:
     with torch.device("meta"):
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+
+
+def mixtral() -> nn.Module:
+    with torch.device("meta"):
+        return MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, num_local_experts=4))
 
 
 def _mlp(features: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -56,6 +65,28 @@ def _layer(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 def _positions(x: Tensor) -> Tensor:
     return torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[None, :, None].log1p()
+
+
+def _weight_outside(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """A parameter that ranks divide is read by another module than its own."""
+    return LAYER(self, *args, **kwargs) + self.mlp.down_proj.weight.mean()
+
+
+def _weight_of_another_stage(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    attention, weight = self.self_attn, self.input_layernorm.weight
+    if attention.layer_idx == 0:
+        attention.config._kept = weight
+    return LAYER(self, *args, **kwargs) * vars(attention.config).get("_kept", weight)
+
+
+def _balanced(self: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of experts are relative to what all tokens of the batch give them."""
+    logits, scores, indices = ROUTES(self, hidden)
+    return logits, scores / scores.mean(0), indices
+
+
+def _sum_of_experts(self: nn.Module, hidden: Tensor) -> Tensor:
+    return MIXES(self, hidden) + self.experts.down_proj.mean()
 
 
 def _handed_on(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -104,6 +135,10 @@ FAULTS: dict[str, tuple[type, Callable[..., Any], tuple[dict[str, Any], ...]]] =
         }.items()
     },
     "between stages": (modeling_llama.LlamaDecoderLayer, _handed_on, (PP,)),
+    "weight outside": (modeling_llama.LlamaDecoderLayer, _weight_outside, (TP,)),
+    "weight of another stage": (modeling_llama.LlamaDecoderLayer, _weight_of_another_stage, (PP,)),
+    "balanced experts": (ROUTER, _balanced, (EP,)),
+    "sum of experts": (EXPERTS, _sum_of_experts, (EP,)),
 }
 FAST = ("softmax", "mean of samples")
 CASES = [
@@ -117,7 +152,8 @@ CASES = [
 def test_a_planted_fault_is_found(name: str, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     owner, forward, _ = FAULTS[name]
     monkeypatch.setattr(owner, "forward", forward)
-    report = check_layout(CheckedModel(llama()), layout, 2)
+    model = mixtral() if layout is EP else llama()
+    report = check_layout(CheckedModel(model), layout, 2)
     assert len(report.findings) == 1 and not report.proved
     assert f"under {next(iter(layout))}=2" in report.findings[0] and "check_layout='warn'" in report.findings[0]
 
@@ -126,25 +162,24 @@ def test_a_planted_fault_is_found(name: str, layout: dict[str, Any], monkeypatch
     ("layout", "world_size"),
     [
         ({**TP, **PP}, 4),
+        (EP, 2),
         ({**TP, "enable_jit_fused": True}, 2),  # its kernels take longer to compile than the check may
         *(pytest.param(*each, marks=pytest.mark.slow) for each in [(CP, 2), (SP, 2), (EXCHANGED, 2), (TP | CP, 8)]),
     ],
 )
 def test_nothing_is_found_where_training_is_exact(layout: dict[str, Any], world_size: int) -> None:
     numbers = torch.get_rng_state()
-    report = check_layout(CheckedModel(llama()), layout, world_size)
+    report = check_layout(CheckedModel(mixtral() if layout is EP else llama()), layout, world_size)
     assert len(report.proved) == 1 and not report.findings + report.not_checked
     assert torch.equal(torch.get_rng_state(), numbers) and not dist.is_initialized()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["last row of a cut vocabulary belongs to nobody", "bias of a row layer added by every rank"]
-)
+@pytest.mark.parametrize("name", ["last row of a cut vocabulary belongs to nobody", "clipping counts every copy"])
 def test_a_mutant_is_found(name: str) -> None:
-    """Two of those that `zoo_tests.campaigns.checked_mutants` counts; a process of its own has each."""
+    """Two of those that `zoo_tests.campaigns.checked` counts; a process of its own has each."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        assert process.submit(verdict, name, dict(cases())[name]).result().startswith("found")
+        assert process.submit(verdict, name, dict(cases())[name]).result()["mutant"].startswith("found")
 
 
 def test_large_layouts_are_tried_by_their_axes() -> None:
@@ -160,6 +195,31 @@ def test_what_cannot_be_checked_is_one_sentence() -> None:
     report = check_layout(CheckedModel(nn.Linear(3, 5)), TP, 2)
     [reason] = report.not_checked
     assert reason.startswith("Linear, tp 2 x pp 1 x dp 1, not checked: ") and not report.findings
+
+
+class _ReadsValues(nn.Module):
+    """Of a class that no census has; its control flow depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) if x.sum().item() > 0 else self.first(x)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"x": torch.ones(4, 3)}, "not checked: model class _ReadsValues"),
+        ({"y": torch.ones(4, 3)}, "TypeError"),
+        (None, "boost() got no model with values and data loader"),
+    ],
+)
+def test_a_model_of_ones_own_is_one_line(batch: dict[str, Tensor] | None, said: str) -> None:
+    subject = CheckedModel(_ReadsValues(), lambda out, _: out.square().mean(), batch and (lambda: batch))
+    report = check_layout(subject, TP, 2)
+    assert [said in line for line in report.not_checked] == [True] and not report.findings, report
 
 
 def _fails(x: Tensor) -> Tensor:
