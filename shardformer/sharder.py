@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.attention import log_once
-from shardformer.attention.packed_mixers import keep_documents_apart
+from shardformer.attention.packed_documents import keep_documents_apart
 from shardformer.distributed.blocks import blocks_of
 from shardformer.expert_parallel.experts import check_experts, shard_experts
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput

@@ -4,6 +4,9 @@ The inputs of the base model are sharded before its first layer, so embeddings, 
 tokens; only attention accesses tokens of other ranks (`attention.py`). Sequences are sharded in zigzag order
 (Llama 3, arXiv 2407.21783, section 3.3.2; Brandon et al., arXiv 2311.09431): of 2 * cp chunks, rank r holds chunks r
 and 2 * cp - 1 - r, which balances the number of scores per rank under a causal mask.
+
+Two facts about a batch decide how it is sharded: whether the mask hides any token, and whether positions restart. The
+host records them before the batch moves to its device: asking that in each pass would wait for all queued kernels.
 """
 
 from __future__ import annotations
@@ -18,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.attention.packed_documents import may_be_packed
-from shardformer.context_parallel.batch_facts import hides_nothing, host_copy, restarts
+from shardformer.attention.packed_documents import may_be_packed, restart_flag
 from shardformer.distributed.collectives import all_gather, local_slice, pad_dim
 from shardformer.stages.placeholders import LayerInputs
 from shardformer.utils.structure import by_layer, mask_among, part_of
@@ -220,3 +222,53 @@ def token_mask(inputs: Mapping[str, Any], axis: ZigzagSharding | None, tp_group:
         mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
     mask = mask if axis is None else axis.take(mask)
     return mask if tp_group is None else local_slice(mask, 1, tp_group)
+
+
+def record_facts(parts: Sequence[Mapping[str, Any]], on_host: Sequence[Mapping[str, Any]]) -> None:
+    """Record the facts on the tensors of a batch's parts.
+
+    Args:
+        parts: the micro-batches.
+        on_host: the same micro-batches, of the batch as it was given; if it was given on a device, the host waits for
+            the device here, once for all parts.
+    """
+    for name, asks in _FACTS.items():
+        known = [part.get(name) for part in on_host]
+        if not known or not all(isinstance(each, Tensor) for each in known):
+            continue
+        answers = torch.stack([asks(each) for each in known]).tolist()
+        for part, value, answer in zip(parts, known, answers, strict=True):
+            if part[name] is not value:  # the user's own tensor may change
+                part[name].known_fact = answer
+    for part, given in zip(parts, on_host, strict=True):
+        for name in _FACTS:
+            there, known = part.get(name), given.get(name)
+            if isinstance(known, Tensor) and known.device.type == "cpu" != there.device.type:
+                there.on_host = known
+
+
+def host_copy(x: Tensor) -> Tensor | None:
+    """Return an attention mask, or positions, in the memory of the host; None if only the device has them."""
+    return getattr(x, "on_host", None)
+
+
+def hides_nothing(mask: Tensor) -> bool:
+    """Return whether an attention mask is True, or not zero, everywhere."""
+    return _answer(mask, _is_full)
+
+
+def restarts(positions: Tensor) -> bool:
+    """Return whether positions, [batch or 1, seq], restart within a row, at another document."""
+    return _answer(positions, restart_flag)
+
+
+def _answer(value: Tensor, asks: Callable[[Tensor], Tensor]) -> bool:
+    known = getattr(value, "known_fact", None)
+    return bool(asks(value)) if known is None else known
+
+
+def _is_full(mask: Tensor) -> Tensor:
+    return mask.bool().all()
+
+
+_FACTS: Mapping[str, Callable[[Tensor], Tensor]] = {"attention_mask": _is_full, "position_ids": restart_flag}

@@ -26,7 +26,7 @@ from shardformer.shard_config import ShardConfig
 from shardformer.stages.layout import StageLayout, chained
 from shardformer.stages.placeholders import StageInput
 from shardformer.stages.stage import PipelineStageManager
-from shardformer.utils.forward_syntax import Read, reads_of_forward
+from shardformer.utils.forward_syntax import GETTERS, Read, reads_of_forward
 from shardformer.utils.module_paths import has_module, join, path_of
 
 Lookup = Callable[[nn.Module], Policy]
@@ -35,7 +35,6 @@ _WITHHELD = (
     "{name} is asked for {option}, of which each rank has a part in this layout; use {option}=False, or tp_size "
     "and dp_size alone"
 )
-_EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 _LIBRARIES = ("peft", "transformers")
 
 
@@ -404,7 +403,7 @@ def _resolved(model: nn.Module, path: str) -> tuple[str, Any]:
             at.append(name)
             continue
         value = getattr(found, name, None)
-        if name in _EMBEDDINGS:
+        if name in GETTERS:
             found = value()
             at = path_of(model, found).split(".")
         elif isinstance(value, nn.Parameter) or inspect.isroutine(value):

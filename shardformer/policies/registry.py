@@ -10,7 +10,7 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 from torch import nn
@@ -20,24 +20,17 @@ from shardformer.loss.terms import HeadLoss
 from shardformer.policies.backbone import BackbonePolicy, backbones_of
 from shardformer.policies.base import Policy
 from shardformer.policies.plans.completion import completion_of
-from shardformer.policies.plans.plan import declared_head_losses_of, declared_plan_of, proposed_plan_of
+from shardformer.policies.plans.plan import (
+    declared_head_losses_of,
+    declared_plan_of,
+    family_files,
+    module_of,
+    proposed_plan_of,
+)
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.stages import is_below
 from shardformer.utils.module_paths import starred
 from shardformer.utils.source import adds_to_loss, calls_loss_function, passes_keywords
-
-# File of `families` -> its families, so that a family is found without importing the others.
-FILES = {
-    "decoders": "bloom chatglm2 falcon gpt2 gpt_neo gptj llama mistral opt qwen2 qwen3",
-    "encoders": (
-        "albert bert bert_generation camembert data2vec_text deberta_v2 distilbert electra ernie layoutlm mpnet "
-        "roberta roberta_prelayernorm splinter xlm_roberta"
-    ),
-    "encoder_decoders": (
-        "bart blenderbot blenderbot_small m2m_100 marian mbart mt5 mvp pegasus plbart t5 umt5 whisper"
-    ),
-    "vision": "beit blip_2 clip deit sam swin swinv2 vit",
-}
 
 # Model class -> policy class, both "package.module.Class". One per process, as `register_policy` takes no object: a
 # model's package registers its policy when it is imported, before there is a plugin.
@@ -48,14 +41,13 @@ _FOLDER = re.compile(r"(?:transformers|shardformer)\.models\.(\w+)\.")
 @cache
 def _policies_in(file: str) -> dict[str, type[Policy]]:
     """Return the policies of a file in `families`, by family: its classes that set `family`."""
-    module = importlib.import_module(f"shardformer.policies.families.{file}")
-    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Policy)]
+    classes = [each for each in vars(module_of(file)).values() if isinstance(each, type) and issubclass(each, Policy)]
     return {cls.family: cls for cls in classes if cls.__dict__.get("family") is not None}
 
 
 def family_policies() -> dict[str, type[Policy]]:
     """Return the policy of each family that has one; it imports all of their files."""
-    return {family: policy for file in FILES for family, policy in _policies_in(file).items()}
+    return {family: policy for file in family_files() for family, policy in _policies_in(file).items()}
 
 
 def _classes_of(policies: Mapping[str, type[Policy]]) -> dict[str, type[Policy]]:
@@ -100,7 +92,7 @@ def family_policy_of(cls: type[nn.Module]) -> type[Policy] | None:
     if cls.__module__.startswith("transformers_modules."):
         return _named_like(cls.__name__, "shardformer.")
     folder = _FOLDER.match(cls.__module__)
-    for file in _files_of(lambda family: folder is not None and family.startswith(folder[1])):
+    for file in family_files(rf"{folder[1]}\w*") if folder else ():
         if (policy := _classes_of(_policies_in(file)).get(f"{cls.__module__}.{cls.__name__}")) is not None:
             return policy
     return None
@@ -108,16 +100,12 @@ def family_policy_of(cls: type[nn.Module]) -> type[Policy] | None:
 
 def _named_like(name: str, library: str = "") -> type[Policy] | None:
     """Return the policy of the classes of a library that have this name, of whatever module."""
-    for file in _files_of(lambda family: name.lower().startswith(family.replace("_", "").rstrip("0123456789"))):
+    prefixes = "|".join(name[:length] for length in range(2, len(name) + 1))
+    for file in family_files(prefixes):
         for known, policy in _classes_of(_policies_in(file)).items():
             if known.startswith(library) and known.rpartition(".")[2] == name:
                 return policy
     return None
-
-
-def _files_of(is_meant: Callable[[str], bool]) -> list[str]:
-    """Return the files in `families` with such families."""
-    return [file for file, families in FILES.items() if any(map(is_meant, families.split()))]
 
 
 def _is_of_library(model: nn.Module) -> bool:

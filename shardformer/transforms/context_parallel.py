@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardformer.attention import uses_registry
-from shardformer.attention.packed_mixers import TOKENS, token_mixers
+from shardformer.attention.packed_documents import TOKENS, token_mixers
 from shardformer.context_parallel.attention import RING, gather_behind_layer, gather_behind_reader
 from shardformer.context_parallel.zigzag import Positions, ZigzagSharding, cut_features, cut_inputs
 from shardformer.distributed.collectives import pad_dim

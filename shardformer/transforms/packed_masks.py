@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from shardformer.attention.packed_documents import (
     asks_for_cache,
     document_starts,
+    keep_documents_apart,
     mask_calls,
     may_be_packed,
     runs_flash,
 )
-from shardformer.attention.packed_mixers import keep_documents_apart
-from shardformer.context_parallel.batch_facts import restarts
+from shardformer.context_parallel.zigzag import restarts
 from shardformer.policies.base import Policy
 from shardformer.policies.registry import policy_for
 from shardformer.transforms.context_parallel import layers_of, mixers_of_layers

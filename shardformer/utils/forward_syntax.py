@@ -198,7 +198,7 @@ def _methods(cls: type) -> list[ast.FunctionDef]:
 
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_GETTERS = ("get_input_embeddings", "get_output_embeddings")  # their calls stand for what they return
+GETTERS = ("get_input_embeddings", "get_output_embeddings")  # their calls stand for what they return
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
 
@@ -339,7 +339,7 @@ class _Forward:
             name: str | None = node.attr
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             name = str(node.slice.value)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) in _GETTERS:
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) in GETTERS:
             return self._names(node.func)
         else:
             return None

@@ -1,4 +1,4 @@
-"""What is found by a walk over all modules of a model, and lists of names in sentences."""
+"""What is found among the modules and the inputs of a model, and lists of names in sentences."""
 
 from __future__ import annotations
 
@@ -49,3 +49,23 @@ def part_of(features: Tensor, mask: Tensor, cut: Callable[[Tensor], Tensor]) -> 
     """Return those of [tokens, hidden] whose tokens are in the part that `cut` takes of each of [batch, seq]."""
     numbers = mask.flatten().cumsum(0).view_as(mask) - 1
     return features[cut(numbers)[cut(mask)]]
+
+
+# Of inputs and outputs: since transformers 5.24, before it, and before it in Mamba and its like.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+_MODULE = "transformers.cache_utils"
+
+
+def cache_name(inputs: Mapping[str, Any]) -> str | None:
+    """Return the name of the input that is a cache, known by its class, so that a release may rename it; else None.
+
+    What has one of the old names counts whatever it is. An input of a user's own model may be called `cache`.
+    """
+    return next(
+        (name for name, value in inputs.items() if value is not None and (name in CACHE_NAMES[1:] or _is_cache(value))),
+        None,
+    )
+
+
+def _is_cache(value: Any) -> bool:
+    return any(base.__module__ == _MODULE for base in type(value).__mro__)

@@ -25,7 +25,7 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.train import train_reference
-from shardformer.policies.plans import tables
+from shardformer.policies import families
 from shardformer.policies.plans.policy import PlanPolicy, attention_outside
 from shardformer.policies.registry import policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
@@ -35,7 +35,7 @@ from zoo_tests.harness.ranks import stop_pools
 from zoo_tests.harness.sound_twin import sound_twin_of
 from zoo_tests.harness.trusted_policy import TRUSTED
 
-_TABLE = Path(tables.__file__).parent / "divided_sequences.json"
+_TABLE = Path(families.__file__).parent / "divided_sequences.json"
 _LAYOUTS = {"split_gather": "sp2", "cp": "cp2", "all_to_all": "sp2-ulysses", "cp_all_to_all": "cp2-ulysses"}
 _REFUSALS = ("does not tell where its tokens meet", "cannot share the sequences", ConfigurationError.__name__)
 _NOT_TRIED = "it has towers, and no batch for them was made"

@@ -32,7 +32,7 @@ from plugins.hybrid_parallel.verify.compare import TOLERANCES
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.propose import propose_verified, share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
-from shardformer.policies.plans import tables
+from shardformer.policies import families
 from shardformer.policies.plans.completion import region_of
 from shardformer.policies.plans.plan import proposed_plans
 from shardformer.policies.proposed.propose import ProposedPlan
@@ -44,7 +44,7 @@ from zoo_tests.harness.ranks import run_on_ranks, stop_pools
 from zoo_tests.harness.sound_twin import sound_twin_of
 
 _ROWS, _TIMEOUT_S = 6, 180.0
-_TABLE = Path(tables.__file__).parent / "proposed.json"
+_TABLE = Path(families.__file__).parent / "proposed.json"
 _COMPLETED = _TABLE.with_name("completed.json")
 _RANDOM = ("dropout", "draws_per_rank")
 _SIZES = TwinSizes(kv_heads=4, is_faithful=False)
@@ -275,7 +275,8 @@ def of_family(plans: list[tuple[str, ProposedPlan]]) -> ProposedPlan:
                 return ProposedPlan()
         local |= {path.removeprefix(f"{prefix}."): names for path, names in plan.local.items() if "*" in path}
     cut_vocabulary = all(plan.cut_vocabulary for _, plan in plans)
-    return ProposedPlan(styles, local, cut_vocabulary, any(plan.whole_logits for _, plan in plans))
+    whole_logits = any(plan.whole_logits for _, plan in plans)
+    return ProposedPlan(styles, local, cut_vocabulary=cut_vocabulary, whole_logits=whole_logits)
 
 
 def page(outcomes: dict[HeadClass, Outcome]) -> str:

@@ -21,9 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardformer.loss.heads import USUAL_HEAD_LOSSES, matching_key
-from shardformer.loss.of_forward import LOSSES, USUAL, head_loss_of_kind
-from shardformer.policies.plans import tables
+from shardformer.loss.heads import LOSSES, USUAL, USUAL_HEAD_LOSSES, head_loss_of_kind, matching_key
+from shardformer.policies import families
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.proposed.execution import execution_order
 from shardformer.policies.proposed.propose import ProposedPlan
@@ -33,7 +32,7 @@ from zoo_tests.campaigns.census.trained import plain_run, sharded_run
 from zoo_tests.campaigns.census.verdict import EXACT
 from zoo_tests.harness.ranks import stop_pools
 
-_TABLE = Path(tables.__file__).with_name("proposed.json")
+_TABLE = Path(families.__file__).with_name("proposed.json")
 _ROWS = 6
 OWN_LOSS = "computes a loss of its own"  # of which micro-batches cannot be put together
 
@@ -58,7 +57,7 @@ def stages_of(head: HeadClass) -> dict[str, Any] | str:
         if kind == USUAL and matching_key(head.name, USUAL_HEAD_LOSSES) is None:
             continue
         losses = {} if kind is None else {head.name: head_loss_of_kind(head.name, kind)}
-        plan = replace(ProposedPlan(stages={"*": order}).policy().declared, head_losses=losses)
+        plan = replace(ProposedPlan(execution={"*": order}).policy().declared, head_losses=losses)
         options = {"custom_policy": PlanPolicy(plan)}
         verdicts = (sharded_run(head, "pp2", plain, layers_per_stage=cut, **options)[0] for cut in cuts)
         first = next(

@@ -19,7 +19,9 @@ from plugins.hybrid_parallel.data.microbatch import stand_in, without_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.attention import log_once
 from shardformer.attention.packed_documents import (
+    ARGUMENT,
     asks_for_cache,
+    document_lengths,
     flash_arguments,
     jumps_of,
     looks_for_documents,
@@ -28,10 +30,9 @@ from shardformer.attention.packed_documents import (
     runs_flash,
     runs_mixers_on_documents,
 )
-from shardformer.attention.packed_mixers import ARGUMENT, document_lengths
-from shardformer.context_parallel.batch_facts import restarts
+from shardformer.context_parallel.zigzag import restarts
 from shardformer.peft import model_inside, prompt_config
-from shardformer.utils.caches import cache_name
+from shardformer.utils.structure import cache_name
 
 
 class ForwardOptions:

@@ -99,7 +99,7 @@ def propose(
     stages = {"pp_size": RANKS, "num_microbatches": 1}
     problem = trains(plan, **stages)
     if problem and (order := execution_order(tiny_model.build(), batch)) is not None:
-        recorded = replace(plan, stages={"*": order})
+        recorded = replace(plan, execution={"*": order})
         if not trains(recorded, **stages):
             plan, problem = recorded, ""
     pipeline = f"pipeline: no ({problem}); use pp_size=1" if problem else _SPLITS

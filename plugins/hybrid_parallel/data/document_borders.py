@@ -15,7 +15,7 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 from shardformer.attention.packed_documents import document_starts
-from shardformer.utils.caches import cache_name
+from shardformer.utils.structure import cache_name
 
 _BORDERS, _LENGTHS, _NUMBERS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k"), "seq_idx"
 _AGAINST = ("attention_mask", "use_cache")

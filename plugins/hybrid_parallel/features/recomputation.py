@@ -14,8 +14,13 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
 from shardformer.attention import recompute_attention, uses_registry
-from shardformer.transforms.recomputed_layers import RecomputedLayer, layers_without_recomputation, recompute_layers
-from shardformer.transforms.tiled_feed_forward import is_feed_forward, tile_feed_forwards
+from shardformer.transforms.recomputed_layers import (
+    RecomputedLayer,
+    is_feed_forward,
+    layers_without_recomputation,
+    recompute_layers,
+    tile_feed_forwards,
+)
 from shardformer.utils.untraced import contexts_by_operators
 
 _SWITCH = "gradient_checkpointing_enable"

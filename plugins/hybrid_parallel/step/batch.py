@@ -30,7 +30,7 @@ from plugins.hybrid_parallel.data.microbatch import (
 from plugins.hybrid_parallel.loss.choice import ChosenLoss, LossSource
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from shardformer.attention.packed_documents import may_be_packed
-from shardformer.context_parallel.batch_facts import record_facts
+from shardformer.context_parallel.zigzag import record_facts
 from shardformer.loss.routers import ASKED
 
 if TYPE_CHECKING:

@@ -49,11 +49,11 @@ from plugins.hybrid_parallel.step.outputs import (
 )
 from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
 from plugins.hybrid_parallel.zero.reducer import BackwardPasses
-from shardformer.context_parallel.batch_facts import record_facts
+from shardformer.context_parallel.zigzag import record_facts
 from shardformer.distributed.process_groups import all_gather_json, broadcast_json
 from shardformer.layers.lm_head import parallel_logits
 from shardformer.loss.routers import ASKED
-from shardformer.utils.caches import CACHE_NAMES
+from shardformer.utils.structure import CACHE_NAMES
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel

@@ -1,6 +1,6 @@
 """Plan: how a family is cut, in the terms of transformers' plans, and the lookup of those of this package.
 
-A family has one row in one file of `plans/tables`: that file alone is imported, and one line of a JSON file is read.
+A family has one row in one file of `families`: that file alone is imported, and one line of a JSON file is read.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from torch import nn
 
-from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLosses
-from shardformer.loss.of_forward import head_loss_of_kind
+from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLosses, head_loss_of_kind
 from shardformer.policies.base import Origin
 from shardformer.policies.plans.stages import (
     ENCODED_INPUTS,
@@ -33,35 +33,7 @@ from shardformer.stages.stage import StageLayout, StagePlaceholder, UnreachableP
 from shardformer.utils.module_paths import join, starred
 from shardformer.utils.structure import divisors_phrase
 
-# File of `plans/tables` -> its families, so that a family is found without importing the others.
-FILES = {
-    "causal": (
-        "bamba biogpt bitnet clvp codegen cosmos3_omni cpmant ctrl deepseek_v4 diffllama doge emu3 eurobert "
-        "falcon_h1 falcon_mamba fuyu gemma3 gemma3n gemma4 glm5_next gpt_bigcode gpt_neox_japanese gpt_oss "
-        "granite_speech granite_speech_plus higgs_audio_v2 hrm_text hunyuan_v1_dense hunyuan_vl hy_v4 hy_v4_vl "
-        "imagegpt inkling inkling2 jetmoe kosmos2 kosmos2_5 kyutai_speech_to_text lfm2 lfm2_vl lfm3 lfm3_vl lxmert "
-        "mamba mamba2 mllama modernbert_decoder moshi mpt neomme openai openai_privacy_filter persimmon "
-        "phi4_multimodal qwen2_audio qwen3_5 qwen3_vl recurrent_gemma rwkv stablelm trocr ultrabert ultravbert "
-        "vibevoice voxtral_realtime xglm xlstm zaya"
-    ),
-    "encoder_decoders": (
-        "bigbird_pegasus dia florence2 git led longt5 moonshine moonshine_streaming musicgen musicgen_melody "
-        "nllb_moe pegasus_x pix2struct pop2piano prophetnet seamless_m4t seamless_m4t_v2 speech_to_text speecht5 "
-        "switch_transformers t5gemma t5gemma2 udop"
-    ),
-    "encoders": (
-        "big_bird bros canine convbert deberta esm esmc flaubert fnet funnel gte ibert jina_embeddings_v3 "
-        "layoutlmv3 lilt longformer luke markuplm megatron_bert mobilebert modernbert modernvbert mra nomic_bert "
-        "nystromformer rembert roc_bert roformer squeezebert tapas visual_bert xlm xlm_roberta_xl xlnet xmod yoso"
-    ),
-    "perception": (
-        "audio_spectrogram_transformer convnext convnextv2 dinov2 dinov2_with_registers dinov3_vit focalnet hiera "
-        "hubert ijepa lasr metaclip_2 omniasr_ctc perceiver pvt pvt_v2 segformer sew sew_d siglip siglip2 "
-        "timesformer unispeech unispeech_sat videomae vilt vit_msn vivit vjepa2 wav2vec2 wav2vec2_bert "
-        "wav2vec2_conformer wavlm yolos"
-    ),
-}
-
+_FAMILIES = Path(__file__).parents[1] / "families"
 Value = TypeVar("Value")
 _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
 
@@ -280,45 +252,54 @@ def lookup(path: str, table: Mapping[str, Value]) -> Value | None:
 
 
 @cache
-def _table(file: str, name: str) -> Mapping[str, Any]:
-    return getattr(importlib.import_module(f"shardformer.policies.plans.tables.{file}"), name, {})
+def _texts() -> dict[str, str]:
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(_FAMILIES.glob("[a-z]*.py"))}
+
+
+@cache
+def family_files(pattern: str = ".+") -> tuple[str, ...]:
+    """Return the files in `families` with a quoted name that matches: others need not be imported."""
+    return tuple(file for file, text in _texts().items() if re.search(rf'"({pattern})"', text))
+
+
+def module_of(file: str) -> ModuleType:
+    """Import a file in `families`."""
+    return importlib.import_module(f"shardformer.policies.families.{file}")
 
 
 def entry_of(name: str, family: str | None) -> Any:
-    """Return the entry of a family in the tables called `name`, importing only its file; None without one."""
-    files = (file for file, families in FILES.items() if family in families.split())
-    return next((entry for file in files if (entry := _table(file, name).get(family)) is not None), None)
+    """Return the entry of a family in the tables called `name`, importing only files that have it; None without one."""
+    tables = (getattr(module_of(file), name, {}) for file in (family_files(family) if family else ()))
+    return next((table[family] for table in tables if family in table), None)
 
 
 @cache
 def declared_plan(family: str | None) -> Plan | None:
     """Return the plan of a transformers family that is written in this package: of the tables `PLANS`."""
     found = entry_of("PLANS", family)
-    return (
-        None
-        if found is None
-        else replace(found, origin=Origin.TRANSFORMERS if found.styles is None else Origin.DECLARED)
-    )
+    if found is None:
+        return None
+    return replace(found, origin=Origin.TRANSFORMERS if found.styles is None else Origin.DECLARED)
 
 
 def declared_plans() -> dict[str, Plan]:
     """Return all plans that are written in this package, by family; it imports all of their files."""
-    return {family: plan for file in FILES for family, plan in _table(file, "PLANS").items()}
+    return {family: plan for file in family_files() for family, plan in getattr(module_of(file), "PLANS", {}).items()}
 
 
 @cache
 def derived_line(file: str, family: str | None) -> dict[str, Any] | None:
-    """Return the row of a family in a JSON file of `plans/tables`, which has one line for each."""
+    """Return the row of a family in a JSON file of `families`, which has one line for each."""
     start = f'"{family}": '
-    with (Path(__file__).parent / "tables" / file).open(encoding="utf-8") as lines:
+    with (_FAMILIES / file).open(encoding="utf-8") as lines:
         found = next((line for line in lines if line.startswith(start)), None)
     return None if found is None else json.loads(found[len(start) :].rstrip().removesuffix(","))
 
 
 @cache
 def families_in(file: str) -> tuple[str, ...]:
-    """Return the families of a JSON file of `plans/tables`."""
-    return tuple(json.loads((Path(__file__).parent / "tables" / file).read_text(encoding="utf-8")))
+    """Return the families of a JSON file of `families`."""
+    return tuple(json.loads((_FAMILIES / file).read_text(encoding="utf-8")))
 
 
 @cache
@@ -362,8 +343,8 @@ def proposed_plan_of(cls: type) -> Plan | None:
 @cache
 def _seen_to_divide() -> dict[str, frozenset[str]]:
     """Way -> families, and classes of others as family/Class."""
-    table = Path(__file__).parent / "tables" / "divided_sequences.json"
-    return {way: frozenset(names) for way, names in json.loads(table.read_text(encoding="utf-8")).items()}
+    table = json.loads((_FAMILIES / "divided_sequences.json").read_text(encoding="utf-8"))
+    return {way: frozenset(names) for way, names in table.items()}
 
 
 def divides_sequences(cls: type, way: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.attention import log_once
-from shardformer.attention.packed_mixers import token_mixers
+from shardformer.attention.packed_documents import token_mixers
 from shardformer.attention.registry import PARAMETER
 from shardformer.expert_parallel.experts import expert_modules
 from shardformer.policies.base import ModulePolicyDescription, Origin, PlanEntry, Policy
@@ -38,6 +38,7 @@ from shardformer.policies.plans.stages import layer_paths, stage_layout
 from shardformer.policies.plans.styles import STYLES, lowered
 from shardformer.shard_spec import divided_share
 from shardformer.utils.customizations import stored_weight
+from shardformer.utils.forward_syntax import GETTERS
 from shardformer.utils.module_paths import join, path_of, starred
 from shardformer.utils.structure import divisors_phrase
 
@@ -363,7 +364,7 @@ class PlanPolicy(Policy):
 
     def _vocabulary(self) -> list[tuple[str, nn.Module]]:
         """Return (style, module) of token embeddings and head; they may be tied, so they are sharded identically."""
-        embedding, head = (_asked(self.model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
+        embedding, head = (asked(self.model, getter) for getter in GETTERS)
         cut: list[tuple[str, nn.Module]] = []
         if self.declared is not None and not self.declared.cuts_vocabulary_of(self.model):
             return cut
@@ -415,7 +416,7 @@ class PlanPolicy(Policy):
         return [f"{problem}; use {divisors_phrase(count)}" for count, problem in problems.items()]
 
 
-def _asked(model: nn.Module, getter: str) -> nn.Module | None:
+def asked(model: nn.Module, getter: str) -> nn.Module | None:
     """Call a model's embedding getter; None if the model has no such getter or embedding."""
     try:
         return getattr(model, getter)()

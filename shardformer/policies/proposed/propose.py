@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.policies.plans.plan import Plan
-from shardformer.policies.plans.policy import PlanPolicy
+from shardformer.policies.plans.policy import PlanPolicy, asked
 from shardformer.policies.plans.stages import ExecutionOrder
 from shardformer.policies.plans.styles import STYLES
 from shardformer.policies.proposed.regions import Recording, find_regions, local_choices, record, with_own_masks
 from shardformer.utils.customizations import stored_weight
+from shardformer.utils.forward_syntax import GETTERS
 from shardformer.utils.module_paths import starred
 
 _FLAGS = ("cut_vocabulary", "whole_logits", "splits_sequence")
@@ -33,51 +34,34 @@ class ProposedPolicy(PlanPolicy):
 
 
 @dataclass(frozen=True)
-class ProposedPlan:
-    """A tensor-parallel plan in the terms of transformers' plans; what it does not name is replicated.
+class ProposedPlan(Plan):
+    """A tensor-parallel plan of a user's, written to a JSON file and read from it; what it does not name is replicated.
 
-    Attributes:
-        styles: end of the path of a module or parameter, with `*` for numbers -> tensor-parallel style.
-        local: end of the path of a module -> attributes that are divided by the number of ranks.
-        cut_vocabulary: whether the embedding and the head of a transformers model are sharded over the vocabulary.
-        whole_logits: whether the head's logits are gathered, for a model that computes its loss itself.
-        splits_sequence: whether layers can process slices of a sequence between the regions of the plan.
-        stages: class of the model, or "*" for all others -> the order in which its parts run, to split it into stages.
+    The file has `styles`, `local` and the flags of `Plan`; `stages` are its `execution`. The flags suit a model that
+    computes its loss itself.
     """
 
     styles: Mapping[str, str] = field(default_factory=dict)
-    local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cut_vocabulary: bool = False
     whole_logits: bool = True
-    splits_sequence: bool = False
-    stages: Mapping[str, ExecutionOrder] = field(default_factory=dict)
 
     def policy(self) -> PlanPolicy:
         """Return the policy for `HybridParallelPlugin(custom_policy=...)`."""
-        return ProposedPolicy(
-            Plan(
-                dict(self.styles),
-                dict(self.local),
-                cut_vocabulary=self.cut_vocabulary,
-                whole_logits=self.whole_logits,
-                splits_sequence=self.splits_sequence,
-                execution=self.stages,
-            )
-        )
+        return ProposedPolicy(self)
 
     def joined(self, other: ProposedPlan) -> ProposedPlan:
         """Return the plan with the entries of both; the vocabulary is sharded as `other` says."""
         local = {path: tuple(names) for path, names in self.local.items()}
         for path, names in other.local.items():
             local[path] = tuple(sorted({*local.get(path, ()), *names}))
-        styles, stages = {**self.styles, **other.styles}, {**self.stages, **other.stages}
-        return ProposedPlan(styles, local, other.cut_vocabulary, other.whole_logits, stages=stages)
+        styles, stages = {**self.styles, **other.styles}, {**self.execution, **other.execution}
+        return replace(other, styles=styles, local=local, execution=stages, splits_sequence=False)
 
     def to_json(self) -> str:
         """Return the plan as JSON, one entry a line."""
         local = {path: list(names) for path, names in self.local.items()}
         flags = {name: getattr(self, name) for name in _FLAGS}
-        stages = {name: order.to_dict() for name, order in self.stages.items()}
+        stages = {name: order.to_dict() for name, order in self.execution.items()}
         found = {"styles": dict(self.styles), "local": local, **flags} | ({"stages": stages} if stages else {})
         return json.dumps(found, indent=2) + "\n"
 
@@ -129,7 +113,7 @@ class ProposedPlan:
         orders = {name: ExecutionOrder.from_dict(order) for name, order in stages.items()}
         flags = {name: found[name] for name in _FLAGS if name in found}
         names = {path: tuple(names) for path, names in local.items()}
-        return ProposedPlan(dict(found["styles"]), names, **flags, stages=orders)
+        return ProposedPlan(dict(found["styles"]), names, **flags, execution=orders)
 
 
 def _is_names(value: Any) -> bool:
@@ -158,7 +142,7 @@ def candidates(model: nn.Module, batch: Mapping[str, Any]) -> list[Alternatives]
     found = [[ProposedPlan(region.styles, local) for local in local_choices(model, region)] for region in regions]
     planned = {path for region in regions for path in region.styles}
     found += [[ProposedPlan({path: style})] for path, style in _single(model, recording).items() if path not in planned]
-    return [*found, [ProposedPlan({}, {}, True, False), ProposedPlan({}, {}, True, True)]]
+    return [*found, [ProposedPlan(cut_vocabulary=True, whole_logits=whole) for whole in (False, True)]]
 
 
 def propose_plan(model: nn.Module, batch: Mapping[str, Any]) -> ProposedPlan:
@@ -190,7 +174,7 @@ def _single(model: nn.Module, recording: Recording) -> dict[str, str]:
     for name in names:
         owners[id(model.get_parameter(name))] = owners.get(id(model.get_parameter(name)), 0) + 1
     styles = {}
-    known = {id(module) for getter in _GETTERS if (module := _asked(model, getter)) is not None}
+    known = {id(module) for getter in GETTERS if (module := asked(model, getter)) is not None}
     for path, module in model.named_modules():
         weight = stored_weight(module)
         if id(module) in known or not isinstance(weight, Tensor) or owners.get(id(weight)) != 1:
@@ -201,13 +185,3 @@ def _single(model: nn.Module, recording: Recording) -> dict[str, str]:
         elif type(module) is nn.Embedding and not known and module.num_embeddings >= _LARGE:
             styles[starred(path)] = "embedding_rowwise"
     return styles
-
-
-_GETTERS = ("get_input_embeddings", "get_output_embeddings")
-
-
-def _asked(model: nn.Module, getter: str) -> nn.Module | None:
-    try:
-        return getattr(model, getter)()
-    except (AttributeError, NotImplementedError):
-        return None

@@ -1,7 +1,7 @@
 """What a user says of a model's loss counts: keywords in the batch, a function, a forward, a hook of his own.
 
 Each is trained by both loops on several layouts, beside the same call of the plain model on the whole global batch.
-What breaks here first: a loss that is taken for the head's. Look in `shardformer/loss/of_forward.py` and
+What breaks here first: a loss that is taken for the head's. Look in `shardformer/loss/heads.py` and
 `plugins/hybrid_parallel/loss/choice.py`.
 """
 

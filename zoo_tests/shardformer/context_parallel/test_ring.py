@@ -14,9 +14,15 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from shardformer.context_parallel.attention import ContextMask
-from shardformer.context_parallel.batch_facts import hides_nothing, record_facts, restarts
 from shardformer.context_parallel.ring import Block, Blocks, Softmax, attend, merge, ring_attention
-from shardformer.context_parallel.zigzag import ContextParallelPass, ZigzagSharding, cut_batch
+from shardformer.context_parallel.zigzag import (
+    ContextParallelPass,
+    ZigzagSharding,
+    cut_batch,
+    hides_nothing,
+    record_facts,
+    restarts,
+)
 from zoo_tests.cuda_trace.recorder import recorded_on_meta
 from zoo_tests.harness.ranks import distributed
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
-from shardformer.loss.of_forward import own_loss_reason
+from shardformer.loss.heads import own_loss_reason
 from shardformer.loss.terms import count_own_boxes
 from shardformer.policies.registry import head_loss_of
 

@@ -207,7 +207,7 @@ def test_layers_that_run_twice_are_no_stages() -> None:
 
 
 def test_stages_are_part_of_the_file() -> None:
-    plan = ProposedPlan(stages={"*": _order()})
+    plan = ProposedPlan(execution={"*": _order()})
     assert ProposedPlan.from_dict(json.loads(plan.to_json())).policy().declared.execution == {
         "*": ExecutionOrder.from_dict(json.loads(json.dumps(_order().to_dict())))
     }

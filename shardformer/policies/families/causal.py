@@ -17,9 +17,9 @@ from shardformer.loss.text import (
     masked_lm,
     words_and_answers,
 )
+from shardformer.policies.families import GATED, GATED_PARTS, LLAMA, self_attention
 from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.stages import ExecutionOrder
-from shardformer.policies.plans.tables import GATED, GATED_PARTS, LLAMA, self_attention
 from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedUnpadded, ZeroEmbedding
 
 _ATTENTION = self_attention("o_proj")

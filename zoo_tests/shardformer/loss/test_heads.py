@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.loss.of_forward import head_loss_of_kind
+from shardformer.loss.heads import head_loss_of_kind
 from shardformer.loss.terms import HeadLoss
 
 _CLASSES = 5
