@@ -120,7 +120,7 @@ def runs_flash(model: nn.Module) -> bool:
 
 
 def runs_mixers_on_documents(model: nn.Module) -> bool:
-    """Return whether what mixes tokens outside of attention runs over one document at a time, see `keep_documents_apart`."""
+    """Return whether what mixes tokens outside of attention runs over one document at a time."""
     return getattr(model, "mixers_run_by_document", False)
 
 
