@@ -70,7 +70,6 @@ _LENGTH = 300
 # Wider than those of `booster verify`: sums of activations that are computed in fp32 or bf16 (Apertus) end in rounding.
 _TOLERANCES = {"fp64": Tolerance(1e-5, 1e-4, 1e-4), "fp32": Tolerance(3e-4, 3e-3, 1e-3)}
 _NO_CONFIG = "its class does not make it of a configuration"
-_OTHER_PARTS = "its parameters are not those that its class makes of its configuration"
 # Options that decide what is computed where. The others are about devices, files, memory and time.
 _KEPT = (
     ("tp_size", "pp_size", "cp_size", "ep_size", "enable_sequence_parallelism", "sequence_parallelism_mode")
@@ -321,8 +320,7 @@ def _with_images(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.
     if twin is None:
         raise NotCheckedError("no image was found that it takes")
     built = twin.build()
-    if _parts(built) != _parts(model):
-        raise NotCheckedError(_OTHER_PARTS)
+    _refuse_other_parts(built, model)
     return _Copies(built, twin.batch), None
 
 
@@ -366,8 +364,7 @@ def _twin(model: nn.Module, config: Any, dtype: torch.dtype) -> tuple[Subject, A
     if count > _MOST_PARAMETERS:
         raise NotCheckedError(f"its small copy would have {count:,} parameters")
     built = build_small(type(model), config, dtype)
-    if _parts(built) != _parts(model):
-        raise NotCheckedError(_OTHER_PARTS)
+    _refuse_other_parts(built, model)
     criterion = None if takes_labels(type(model)) else distance_from_wave
 
     def batches(model: nn.Module, step: int, rows: int) -> dict[str, Any]:
@@ -400,9 +397,11 @@ def _config_of(model: nn.Module) -> Any:
     return config
 
 
-def _parts(model: nn.Module) -> set[str]:
-    """Return the names of the parameters, without numbers."""
-    return {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()}
+def _refuse_other_parts(built: nn.Module, model: nn.Module) -> None:
+    """Check that a small copy has all parts of the model; switches of its family may add further ones."""
+    of_copy, own = ({re.sub(r"\d+", "*", name) for name, _ in each.named_parameters()} for each in (built, model))
+    if not own <= of_copy:
+        raise NotCheckedError("its parameters are not those that its class makes of its configuration")
 
 
 def _without_dropout(config: Any) -> Any:

@@ -133,6 +133,9 @@ def train_reference(trial: VerifyCase) -> Trace:
             f"the tiny model of {trial.tiny_model.name} has losses {losses} unsharded, which nothing can be compared "
             "with; use --head with another class, or --precision fp64"
         )
+    for name, weight in trace.steps[-1].weights.items():
+        if weight.dtype != trace.first_weights[name].dtype:  # routers of T5's experts make themselves fp32
+            raise TypeError(f"{name} becomes {weight.dtype} in training; use another precision")
     if trial.draws_alike:
         return trace
     if not torch.equal(torch.get_rng_state(), state) and _draws_numbers(trial, batches[0]):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +17,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    BeitConfig,
+    BeitForImageClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
 from booster import Booster, ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
+from plugins.hybrid_parallel.setup import input_checks
 from plugins.hybrid_parallel.verify import before_boost
 from plugins.hybrid_parallel.verify.layout_check import CheckedModel, LayoutReport, check_layout, checked_layouts
+from zoo_tests.campaigns.census.classes import HeadClass
+from zoo_tests.campaigns.census.trained import twin_of
 from zoo_tests.campaigns.checked import cases, verdict
 from zoo_tests.harness.ranks import distributed
 
@@ -195,6 +206,39 @@ def test_what_cannot_be_checked_is_one_sentence() -> None:
     report = check_layout(CheckedModel(nn.Linear(3, 5)), TP, 2)
     [reason] = report.not_checked
     assert reason.startswith("Linear, tp 2 x pp 1 x dp 1, not checked: ") and not report.findings
+
+
+def test_a_copy_has_at_least_the_parts_of_the_model() -> None:
+    with torch.device("meta"):
+        model = BeitForImageClassification(BeitConfig())  # small copies also have a token for masks
+        assert check_layout(CheckedModel(model), TP, 2).proved
+        model.added = nn.Parameter(torch.empty(3))
+    [line] = check_layout(CheckedModel(model), TP, 2).not_checked
+    assert line.endswith("not checked: its parameters are not those that its class makes of its configuration")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name", "changes", "finding"),
+    [
+        ("doge", "DogeForCausalLM", {"is_moe": True, "num_experts": 16}, "first unsqueeze"),  # by the router
+        ("doge", "DogeForCausalLM", {"is_moe": False}, None),
+        ("nllb_moe", "NllbMoeForConditionalGeneration", {}, "NllbMoeTop2Router"),  # by places of experts
+        ("nllb_moe", "NllbMoeForConditionalGeneration", {"expert_capacity": 1_000_000}, None),
+        ("switch_transformers", "SwitchTransformersForConditionalGeneration", {}, None),  # places for each sample
+    ],
+)
+def test_samples_that_are_mixed_are_found_also_where_boost_knows_nothing_of_it(
+    family: str, name: str, changes: dict[str, Any], finding: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = twin_of(HeadClass(family, name))
+    config = type(twin.config)(**{**twin.config.to_dict(), **changes})
+    subject = CheckedModel(replace(twin, config=config).build())
+    if finding is not None:
+        assert "use one replica and num_microbatches=1" in check_layout(subject, PP, 2).not_checked[0]
+    monkeypatch.setattr(input_checks, "_MIXERS", {})
+    report = check_layout(subject, PP, 2)
+    assert len(report.proved) == 1 if finding is None else finding in report.findings[0], report
 
 
 class _ReadsValues(nn.Module):
