@@ -248,6 +248,7 @@ class Takeover(MetaPathFinder):
         class TakenOver(Accelerator):
             def __init__(self, *args: Any, **options: Any) -> None:
                 super().__init__(takeover._use(given), **dict(zip(names, args, strict=False)), **options)
+                self.state = _counting_replicas(self.state, self)
 
         self._refuse_own(given, Accelerator)
         return _named_as(given, (TakenOver,) if given is native else (given, TakenOver))
@@ -380,6 +381,14 @@ def _share_random_states() -> None:
     torch.set_rng_state(torch.tensor(of_torch, dtype=torch.uint8))
     random.setstate((version, tuple(words), gauss))
     numpy.random.set_state(tuple(of_numpy))
+
+
+def _counting_replicas(state: Any, accelerator: Any) -> Any:
+    """Return accelerate's state of the job, in which a process is a replica, as a script without a layout expects."""
+    counts = {name: property(lambda _, n=name: getattr(accelerator, n)) for name in ("num_processes", "process_index")}
+    made = object.__new__(type(type(state).__name__, (type(state),), counts))
+    made.__dict__ = state.__dict__  # which all of accelerate shares
+    return made
 
 
 def _sizes_of(model: Any, args: Any) -> tuple[int, int]:

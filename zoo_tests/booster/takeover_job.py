@@ -114,6 +114,8 @@ def with_accelerate():
     from accelerate import Accelerator, skip_first_batches
 
     accelerator, losses = Accelerator(), []
+    assert accelerator.state.num_processes == accelerator.num_processes
+    assert accelerator.state.process_index == accelerator.process_index
     drawn = torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])  # without a seed
     if torch.distributed.is_initialized():
         ranks = [torch.empty_like(drawn) for _ in range(torch.distributed.get_world_size())]

@@ -106,7 +106,11 @@ class Job:
 
 @dataclass
 class Record:
-    """What training left behind, by step or epoch."""
+    """What training left behind, by step or epoch.
+
+    Attributes:
+        drawn: a random number after it, as a model that is built then has.
+    """
 
     losses: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -114,6 +118,7 @@ class Record:
     synced: list[bool] = field(default_factory=list)
     metrics: list[Any] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    drawn: float = 0.0
 
 
 def plain(job: Job, replicas: int = 1) -> Record:
@@ -166,6 +171,7 @@ def train(accelerator: Any, job: Job, replicas: int, repeats: int) -> Record:
             record.rates.append(scheduler.get_last_lr()[0])
             record.synced.append(accelerator.sync_gradients)
         record.metrics.append(evaluate(accelerator, model, evaluated))
+    record.drawn = torch.rand(()).item()
     record.weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     return record
 

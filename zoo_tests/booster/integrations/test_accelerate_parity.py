@@ -39,6 +39,7 @@ def worst_difference(found: Record, expected: Record) -> float:
         *zip(found.losses, expected.losses, strict=True),
         *zip(found.rates, expected.rates, strict=True),
         *zip(found.norms, expected.norms, strict=True),
+        (found.drawn, expected.drawn),
     ]
     tensors = [(found.weights[name], value) for name, value in expected.weights.items()]
     for one, other in zip(found.metrics, expected.metrics, strict=True):

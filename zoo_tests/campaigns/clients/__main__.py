@@ -74,16 +74,16 @@ def main() -> None:
 
 def compare(job: Job, layouts: list[str], place: Path) -> Iterator[tuple[str, Outcome]]:
     """Run a script plainly and under layouts; yield each layout and how that went."""
-    expected: dict[int, tuple[Values, dict] | Outcome] = {}  # of so many processes
+    expected: dict[int, tuple[Values, dict] | Outcome] = {}  # with so many batches at once
     for layout in layouts:
         ranks, text, replicas = LAYOUTS[layout]
-        processes = 1 if job.has_batch else replicas
-        if processes not in expected:
-            start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+        joined = 1 if job.has_batch else replicas
+        if joined not in expected:
+            start = ["-m", "zoo_tests.campaigns.clients.joined", str(joined)] if joined > 1 else []
             ended, plain = _run(start, job, _BATCH, place)
             failed = Outcome("does not run plainly", _last_error(ended))
-            expected[processes] = failed if ended.returncode else plain
-        wanted = expected[processes]
+            expected[joined] = failed if ended.returncode else plain
+        wanted = expected[joined]
         if isinstance(wanted, Outcome):
             yield layout, wanted
             continue

@@ -23,6 +23,10 @@ _TRL = f"{_TRAINER} --bf16 False --gradient_checkpointing False --dtype float32"
 _EVALUATED = f"{_TRL} --eval_strategy steps --eval_steps 3"
 _GENERATED = f"{_TRL} --max_completion_length 4 --dataset_name prompts --model_name_or_path causal"
 _EXAMPLE = f"{_TRAINER} --do_train --do_eval"
+_ADAPTERS = (
+    "--base_model causal --data_path tasks --output_dir OUT --batch_size BATCH --dtype float32 --device_map cpu "
+    "--seed 3 --val_set_size 6 --eval_step 3 --save_step 99 --lora_dropout 0 --lora_r 4 --learning_rate 1e-2"
+)
 # accelerate steps a schedule once for each process, which some scripts do not know.
 _LOOP = (
     "--output_dir OUT --max_train_steps 5 --per_device_train_batch_size BATCH --per_device_eval_batch_size BATCH "
@@ -35,6 +39,9 @@ _BLOCKS, _PIECES = "--block_size 16", "--max_seq_length 32 --doc_stride 8"
 _FOLDERS = "--train_dir images/train --validation_dir images/test --image_column_name image --label_column_name label"
 _MASKED = "--dataset_name imagefolder --train_dir images/train/** --image_column_name image --train_val_split"
 _PATCHES = "--mask_patch_size 8"
+_SOUNDS = "--dataset_name sounds --audio_column_name audio --eval_split_name validation"
+_BOXES, _INSTANCES = "--dataset_name boxes --image_square_size 16 --ignore_mismatched_sizes", "--dataset_name masks"
+_INSTANCES += " --image_height 16 --image_width 16"
 # Scripts of transformers, without `run_`: kind of model, kind of rows, arguments, of the loops without a Trainer too.
 _EXAMPLES = {
     "clm": ("causal", "texts", _BLOCKS, ""),
@@ -61,6 +68,29 @@ _EXAMPLES = {
     "mae": ("mae", None, f"{_MASKED} 0 --remove_unused_columns False --base_learning_rate 0.1", None),
     "mim": ("vit", None, f"{_MASKED} 0 {_PATCHES} --remove_unused_columns False", f"{_MASKED} 0.2 {_PATCHES}"),
     "xnli": ("bert", None, "--language en --max_seq_length 32", None),
+    "audio_classification": ("wav2vec2", None, f"{_SOUNDS} --label_column_name label --ignore_mismatched_sizes", None),
+    "speech_recognition_ctc": ("wav2vec2", None, f"{_SOUNDS} --mask_time_prob 0 --eval_metrics wer", None),
+    "speech_recognition_seq2seq": ("whisper", None, f"{_SOUNDS} --predict_with_generate", None),
+    "wav2vec2_pretraining": (
+        "wav2vec2",
+        None,
+        "",
+        "--dataset_config_names default --validation_split_percentage 20"
+        " --dataset_split_names train --dataset_name sounds",
+    ),
+    "object_detection": (
+        "yolos",
+        None,
+        f"{_BOXES} --eval_do_concat_batches False --remove_unused_columns False",
+        _BOXES,
+    ),
+    "instance_segmentation": ("maskformer", None, _INSTANCES, _INSTANCES),
+    "semantic_segmentation": (
+        "segformer",
+        None,
+        "--dataset_name segments --remove_unused_columns False",
+        "--dataset_name segments",
+    ),
 }
 # Whose samples draw random numbers, so that they depend on how many processes load them.
 _DRAWN = ("mlm", "plm", "image_classification", "mae", "mim", "grpo", "rloo")
@@ -101,6 +131,11 @@ ARGUMENTS = {
         ),
         "--cpu",
     ),
+    "olora_finetuning.py": _ADAPTERS,
+    "peft_no_lora_accelerate.py": "--model_name_or_path bert --output_dir OUT --seed 3 --num_train_epochs 1 "
+    "--per_device_train_batch_size BATCH --per_device_eval_batch_size BATCH",
+    "miss_finetuning.py": f"--base_model_name_or_path causal --bits fp32 --data_path marks --dataset_split train "
+    f"--dataset_field prompt completion --bf16 False {_TRAINER}",
     "test_checkpointing.py": "--model_name_or_path bert-base-cased --output_dir OUT --num_epochs 2",
     "test_performance.py": "--model_name_or_path bert-base-cased --output_dir OUT --num_epochs 2",
     **dict.fromkeys(
