@@ -70,7 +70,6 @@ _EXAMPLES = {
     "xnli": ("bert", None, "--language en --max_seq_length 32", None),
     "audio_classification": ("wav2vec2", None, f"{_SOUNDS} --label_column_name label --ignore_mismatched_sizes", None),
     "speech_recognition_ctc": ("wav2vec2", None, f"{_SOUNDS} --mask_time_prob 0 --eval_metrics wer", None),
-    "speech_recognition_seq2seq": ("whisper", None, f"{_SOUNDS} --predict_with_generate", None),
     "wav2vec2_pretraining": (
         "wav2vec2",
         None,

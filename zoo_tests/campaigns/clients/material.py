@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
-import wave
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
 
+from zoo_tests.campaigns.clients.sights_and_sounds import (
+    NO_DROPOUT,
+    PIXELS,
+    PROCESSORS,
+    RATE,
+    SIZES,
+    models_of_sights_and_sounds,
+    write_sights_and_sounds,
+)
+
 _WORDS = [f"word{number}" for number in range(90)]
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|end|>"]
-_RATE = 4000  # samples of a second of sound
-_SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 56}
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # `evaluate` fetches its metrics from the network; one number stands for each of them.
 _METRIC = '''"""A metric: the share of predictions that are right."""
 
@@ -52,34 +57,6 @@ data = SimpleNamespace(find=lambda name: name)
 def sent_tokenize(text):
     return text.split(". ")
 '''
-# Which draws from generators that no script can seed.
-_AUGMENTATIONS = '''"""Augmentations that leave an image as it is."""
-import torch
-
-class Same:
-    def __init__(self, *names, **options):
-        pass
-
-    def __call__(self, **sample):
-        return sample
-
-def __getattr__(name):
-    return Same
-
-class Compose:
-    def __init__(self, transforms, *names, **options):
-        self.transforms = transforms
-
-    def __call__(self, **sample):
-        for each in self.transforms:
-            sample = each(**sample)
-        return sample
-
-class ToTensorV2(Same):
-    def __call__(self, image, mask):
-        return {"image": torch.tensor(image / 255.0).permute(2, 0, 1), "mask": torch.tensor(mask)}
-'''
-_PIXELS = {"image_size": 16, "patch_size": 4}
 _PROCESSOR = {
     "size": {"height": 16, "width": 16}, "do_resize": True, "do_rescale": True, "do_normalize": True,
     "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
@@ -90,82 +67,41 @@ def write(folder: Path) -> None:
     """Write all of it; scripts run in this folder."""
     (folder / "evaluate.py").write_text(_METRIC)
     (folder / "nltk.py").write_text(_SENTENCES)
-    (folder / "albumentations").mkdir()
-    (folder / "albumentations" / "__init__.py").write_text(_AUGMENTATIONS)
-    (folder / "albumentations" / "pytorch.py").write_text("from albumentations import ToTensorV2")
     torch.manual_seed(0)
     tokenizer = _tokenizer()
-    models = _models(len(tokenizer))
+    models = _models(len(tokenizer)) | models_of_sights_and_sounds(len(tokenizer))
     for name, model in models.items():
         for parameter in model.parameters():  # norms and biases that are neither 1 nor 0
             parameter.data.add_(0.02 * torch.randn_like(parameter))
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    processors = {
-        name: _PROCESSOR | {"image_processor_type": f"{kind}ImageProcessor"}
-        for name, kind in (
-            *(("vit", "ViT"), ("mae", "ViT"), ("clip", "CLIP"), ("segformer", "Segformer")),
-            *(("yolos", "Yolos"), ("maskformer", "MaskFormer")),
-        )
-    }
-    processors["wav2vec2"] = {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "sampling_rate": _RATE}
-    processors["whisper"] = {
-        "feature_extractor_type": "WhisperFeatureExtractor", "sampling_rate": 16000, "feature_size": 16,
-        "chunk_length": 1, "n_fft": 400, "hop_length": 160, "processor_class": "WhisperProcessor",
-    }  # fmt: skip
-    for name, processor in processors.items():
+    for name, kind in (("vit", "ViT"), ("mae", "ViT"), ("clip", "CLIP"), *PROCESSORS):
+        processor = _PROCESSOR | {"image_processor_type": f"{kind}ImageProcessor"}
         (folder / name / "preprocessor_config.json").write_text(json.dumps(processor))
+    sound = {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "sampling_rate": RATE}
+    (folder / "wav2vec2" / "preprocessor_config.json").write_text(json.dumps(sound))
     _write_rows(folder)
+    write_sights_and_sounds(folder)
 
 
 def _models(size: int) -> dict[str, transformers.PreTrainedModel]:
     """A tiny model of each kind, for so many tokens, by the name of its folder."""
     llama = transformers.LlamaConfig(
-        vocab_size=size, num_key_value_heads=2, pad_token_id=0, eos_token_id=5, max_position_embeddings=128, **_SIZES
+        vocab_size=size, num_key_value_heads=2, pad_token_id=0, eos_token_id=5, max_position_embeddings=128, **SIZES
     )
-    bert = transformers.BertConfig(vocab_size=size, max_position_embeddings=128, **_SIZES, **_NO_DROPOUT)
+    bert = transformers.BertConfig(vocab_size=size, max_position_embeddings=128, **SIZES, **NO_DROPOUT)
     t5 = transformers.T5Config(
         vocab_size=size, d_model=32, d_kv=8, d_ff=56, num_layers=2, num_heads=4, decoder_start_token_id=0,
         dropout_rate=0.0, eos_token_id=5,
     )  # fmt: skip
     xlnet = transformers.XLNetConfig(vocab_size=size, d_model=32, n_layer=2, n_head=4, d_inner=56, dropout=0.0)
-    vit = transformers.ViTConfig(**_PIXELS, encoder_stride=4, **_SIZES, **_NO_DROPOUT)
+    vit = transformers.ViTConfig(**PIXELS, encoder_stride=4, **SIZES, **NO_DROPOUT)
     mae = transformers.ViTMAEConfig(
-        **_PIXELS, **_SIZES, **_NO_DROPOUT, decoder_hidden_size=24, decoder_intermediate_size=40,
+        **PIXELS, **SIZES, **NO_DROPOUT, decoder_hidden_size=24, decoder_intermediate_size=40,
         decoder_num_attention_heads=4, decoder_num_hidden_layers=2,
     )  # fmt: skip
     text = {"vocab_size": size, "eos_token_id": 5, "bos_token_id": 2, "max_position_embeddings": 128}
-    speech = transformers.Wav2Vec2Config(
-        vocab_size=size, **_SIZES, conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2),
-        num_feat_extract_layers=2, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.0,
-        layerdrop=0.0, hidden_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
-        activation_dropout=0.0,
-        do_stable_layer_norm=True, feat_extract_norm="layer", num_codevectors_per_group=8, codevector_dim=16,
-        proj_codevector_dim=16,
-    )  # fmt: skip
-    whisper = transformers.WhisperConfig(
-        vocab_size=size, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=56, decoder_ffn_dim=56, num_mel_bins=16, max_source_positions=50,
-        max_target_positions=64, pad_token_id=0, bos_token_id=2, eos_token_id=5, decoder_start_token_id=2,
-        suppress_tokens=None, begin_suppress_tokens=None, dropout=0.0,
-    )  # fmt: skip
-    yolos = transformers.YolosConfig(**_SIZES, **_NO_DROPOUT, image_size=[16, 16], patch_size=4, num_detection_tokens=6)
-    swin = transformers.SwinConfig(
-        **_PIXELS, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[2, 2, 2, 2], window_size=2, drop_path_rate=0.0,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )  # fmt: skip
-    decoder = transformers.DetrConfig(
-        d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=56, decoder_ffn_dim=56, num_queries=6, dropout=0.0,
-    )  # fmt: skip
-    maskformer = transformers.MaskFormerConfig(
-        backbone_config=swin, decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32
-    )
-    segformer = transformers.SegformerConfig(
-        depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 16, 32], num_attention_heads=[1, 2, 2, 4], decoder_hidden_size=16,
-        drop_path_rate=0.0, classifier_dropout_prob=0.0, **_NO_DROPOUT,
-    )  # fmt: skip
-    clip = transformers.CLIPConfig(text_config=text | _SIZES, vision_config=_PIXELS | _SIZES, projection_dim=24)
+    clip = transformers.CLIPConfig(text_config=text | SIZES, vision_config=PIXELS | SIZES, projection_dim=24)
     return {
         "causal": transformers.LlamaForCausalLM(llama),
         "reward": transformers.LlamaForSequenceClassification(
@@ -179,11 +115,6 @@ def _models(size: int) -> dict[str, transformers.PreTrainedModel]:
         "vit": transformers.ViTForMaskedImageModeling(vit),
         "mae": transformers.ViTMAEForPreTraining(mae),
         "clip": transformers.CLIPModel(clip),
-        "wav2vec2": transformers.Wav2Vec2ForCTC(speech),
-        "whisper": transformers.WhisperForConditionalGeneration(whisper),
-        "yolos": transformers.YolosForObjectDetection(yolos),
-        "maskformer": transformers.MaskFormerForInstanceSegmentation(maskformer),
-        "segformer": transformers.SegformerForSemanticSegmentation(segformer),
     }
 
 
@@ -235,7 +166,6 @@ def _write_rows(folder: Path) -> None:
             lines = "".join(json.dumps(each) + "\n" for each in rows)
             (folder / kind / f"{split}.json").write_text(json.dumps({"data": rows}) if kind == "questions" else lines)
     _write_images(folder, text)
-    _write_sights_and_sounds(folder)
     _write_hub(folder / "nyu-mll" / "glue", "mrpc", lambda: kinds["classes"]() | {"idx": draw.randrange(99)})
     _write_hub(folder / "facebook" / "xnli", "en", lambda: {"premise": text(), "hypothesis": text(), "label": 1})
     (folder / "data").mkdir()
@@ -257,77 +187,6 @@ def _write_images(folder: Path, text: Callable[[], str]) -> None:
             rows.append(json.dumps({"image_path": str(file), "caption": text()}) + "\n")
         (folder / "captions" / f"{split}.json").write_text("".join(rows))
     (folder / "cifar10").symlink_to(folder / "images")  # the data set that a script names by default
-
-
-def _write_sights_and_sounds(folder: Path) -> None:
-    """Data sets of sounds, boxes and masks, as the hub has them."""
-    import datasets
-    from PIL import Image
-
-    draw = torch.Generator().manual_seed(7)
-
-    def image() -> Image.Image:
-        return Image.fromarray(torch.randint(256, (16, 16, 3), dtype=torch.uint8, generator=draw).numpy())
-
-    def sound(seconds: float) -> dict:
-        with io.BytesIO() as file, wave.open(file, "wb") as out:
-            out.setparams((1, 2, _RATE, 0, "NONE", ""))
-            samples = torch.randn(int(seconds * _RATE), generator=draw) * 4000
-            out.writeframes(samples.to(torch.int16).numpy().tobytes())
-            return {"bytes": file.getvalue(), "path": None}
-
-    def masks(at: int) -> Image.Image:
-        halves = torch.zeros(16, 16, 3, dtype=torch.uint8)
-        halves[at % 9 + 3 :, :, :2] = 1
-        halves[:, 9:, :2] = 2
-        return Image.fromarray(halves.numpy())
-
-    names = datasets.ClassLabel(names=["a", "b", "c"])
-    kinds: dict[str, tuple[Callable[[int], dict], dict]] = {
-        "sounds": (
-            lambda at: {"audio": sound(0.2 + 0.01 * (at % 7)), "label": at % 3, "text": _WORDS[at]},
-            {
-                "audio": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")},
-                "label": names, "text": datasets.Value("string"),
-            },
-        ),
-        "boxes": (
-            lambda at: {
-                "image_id": at, "image": image(),
-                "objects": {"bbox": [[1.0, 2.0, 4.0 + at % 5, 6.0]], "category": [at % 3], "area": [24.0]},
-            },
-            {
-                "image_id": datasets.Value("int64"), "image": datasets.Image(),
-                "objects": {
-                    "bbox": datasets.List(datasets.List(datasets.Value("float32"))), "category": datasets.List(names),
-                    "area": datasets.List(datasets.Value("float32")),
-                },
-            },
-        ),
-        "masks": (
-            lambda at: {"image": image(), "annotation": masks(at), "semantic_class_to_id": {"a": 0, "b": 1, "c": 2}},
-            {
-                "image": datasets.Image(), "annotation": datasets.Image(),
-                "semantic_class_to_id": {name: datasets.Value("int64") for name in "abc"},
-            },
-        ),
-        "segments": (
-            lambda at: {"image": image(), "label": masks(at).getchannel(0)},
-            {"image": datasets.Image(), "label": datasets.Image()},
-        ),
-    }  # fmt: skip
-    for kind, (row, features) in kinds.items():
-        for split, count in (("train", 22), ("validation", 7)):
-            rows = datasets.Dataset.from_list([row(at) for at in range(count)], datasets.Features(features))
-            if kind == "sounds":  # encoded above: without a library of codecs
-                rows = rows.cast_column("audio", datasets.Audio(sampling_rate=_RATE))
-            (folder / kind).mkdir(exist_ok=True)
-            rows.to_parquet(folder / kind / f"{split}.parquet")
-    labels = folder / "cache" / "hub" / "datasets--segments" / "snapshots" / ("0" * 40)  # what a hub has given before
-    labels.mkdir(parents=True)
-    (labels / "id2label.json").write_text(json.dumps({0: "a", 1: "b", 2: "c"}))
-    (labels.parents[1] / "refs").mkdir()
-    (labels.parents[1] / "refs" / "main").write_text("0" * 40)
 
 
 def _write_hub(place: Path, name: str, row: Callable[[], dict]) -> None:
