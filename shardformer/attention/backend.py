@@ -20,7 +20,8 @@ from shardformer.utils.untraced import constant_in_graphs
 
 HALF = (torch.float16, torch.bfloat16)
 AMPERE, HOPPER = (8, 0), (9, 0)
-FLASH_3, FLASH_2 = "flash_attention_3", "flash_attention_2"
+FLASH_4, FLASH_3, FLASH_2 = "flash_attention_4", "flash_attention_3", "flash_attention_2"
+FLASH_4_HEADS = (64, 96, 128)
 LARGEST_HEAD = 256
 SDPA = "sdpa_fast"  # transformers' SDPA, plus a check of which kernel it gets
 
@@ -69,6 +70,7 @@ class AttentionBackend:
     Attributes:
         name: as a value of `enable_flash_attention`.
         package: the module that must be there.
+        distribution: what it must be of, where several have that module; empty for any.
         limits: needs -> why it does not serve a model, as the rest of a sentence; empty if it does.
         not_usable: () -> why the package cannot be used though it is there; empty if it can.
         entry: its name in the registries; that of the backend if empty.
@@ -81,6 +83,7 @@ class AttentionBackend:
 
     name: str
     package: str = "torch"
+    distribution: str = ""
     limits: Callable[[AttentionNeeds], str] = lambda needs: ""
     not_usable: Callable[[], str] = lambda: ""
     entry: str = ""
@@ -131,6 +134,10 @@ def flash_limits(name: str, needs: AttentionNeeds) -> str:
     # Kernels for Hopper (sm90a) run on no later GPU, those for Ampere run on later ones.
     if name == FLASH_3 and needs.capability is not None and needs.capability[0] != HOPPER[0]:
         return f"needs a GPU of compute capability 9.0 (Hopper), not {needs.gpu}"
+    if name == FLASH_4 and needs.capability is not None and needs.capability < HOPPER:
+        return f"needs a GPU of compute capability 9.0 (Hopper) or more, not {needs.gpu}"
+    if name == FLASH_4 and needs.soft_caps:
+        return "has no backward pass for soft-capped scores"
     if needs.capability is not None and needs.capability < AMPERE:
         return f"needs a GPU of compute capability 8.0 (Ampere) or more, not {needs.gpu}"
     if needs.dropout and name != FLASH_2:
@@ -138,6 +145,8 @@ def flash_limits(name: str, needs: AttentionNeeds) -> str:
     if needs.dropout and needs.soft_caps:
         return f"cannot both cap scores and drop attention weights with probability {needs.dropout}"
     for size in needs.head_dims:
+        if name == FLASH_4 and size not in FLASH_4_HEADS:
+            return f"takes head sizes {', '.join(map(str, FLASH_4_HEADS))}, not {size}"
         if size > LARGEST_HEAD:
             return f"takes head sizes up to {LARGEST_HEAD}, not {size}"
         if name != FLASH_2 and size % 8:  # flash-attn 2 pads heads itself
@@ -151,15 +160,27 @@ def _not_usable(name: str) -> str:
     """Ask transformers, which otherwise looks for the kernel on the hub in the first forward pass."""
     from transformers import utils
 
-    available = utils.is_flash_attn_3_available if name == FLASH_3 else utils.is_flash_attn_2_available
+    available = {
+        FLASH_4: utils.is_flash_attn_4_available,
+        FLASH_3: utils.is_flash_attn_3_available,
+        FLASH_2: utils.is_flash_attn_2_available,
+    }[name]
     return "" if available() else "is no version that transformers takes"
 
 
-def _flash(name: str, package: str) -> AttentionBackend:
+def _flash(name: str, package: str, distribution: str = "") -> AttentionBackend:
     limits, not_usable = partial(flash_limits, name), partial(_not_usable, name)
-    return AttentionBackend(name=name, package=package, limits=limits, not_usable=not_usable, is_automatic=True)
+    return AttentionBackend(
+        name=name,
+        package=package,
+        distribution=distribution,
+        limits=limits,
+        not_usable=not_usable,
+        is_automatic=True,
+    )
 
 
+FLASH_ATTENTION_4 = _flash(FLASH_4, "flash_attn", "flash-attn-4")
 FLASH_ATTENTION_3, FLASH_ATTENTION_2 = _flash(FLASH_3, "flash_attn_interface"), _flash(FLASH_2, "flash_attn")
 
 

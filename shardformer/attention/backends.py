@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor
 from shardformer.attention.backend import (
     FLASH_ATTENTION_2,
     FLASH_ATTENTION_3,
+    FLASH_ATTENTION_4,
     SDPA_FAST,
     AttentionBackend,
     AttentionNeeds,
@@ -23,7 +25,8 @@ from shardformer.attention.varlen import FLASH_VARLEN
 from shardformer.attention.xformers import XFORMERS
 
 # The first that is there and serves the model is the fastest; SDPA serves all that have a path for it.
-BACKENDS: tuple[AttentionBackend, ...] = (FLASH_ATTENTION_3, FLASH_ATTENTION_2, FLASH_VARLEN, XFORMERS, SDPA_FAST)
+_FLASH = (FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_2, FLASH_VARLEN)
+BACKENDS: tuple[AttentionBackend, ...] = (*_FLASH, XFORMERS, SDPA_FAST)
 NAMES = tuple(backend.name for backend in BACKENDS)
 _BY_NAME = {backend.name: backend for backend in BACKENDS}
 _BY_ENTRY = {backend.entry or backend.name: backend for backend in BACKENDS}
@@ -49,7 +52,10 @@ def backend_of(entry: str) -> AttentionBackend | None:
 
 def is_installed(name: str) -> bool:
     """Return whether the package of a backend is installed; torch always is."""
-    return importlib.util.find_spec(_BY_NAME[name].package) is not None
+    backend = _BY_NAME[name]
+    if backend.distribution and not list(importlib.metadata.Distribution.discover(name=backend.distribution)):
+        return False
+    return importlib.util.find_spec(backend.package) is not None
 
 
 def reason_not_usable(name: str) -> str:

@@ -9,7 +9,9 @@ it again, and so sees its own pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
+from inspect import getclosurevars, isfunction
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -38,6 +40,44 @@ class Span(NamedTuple):
     stop: int
 
 
+def blocks_of_span(queries: range, keys: range, window: int | None) -> Iterator[Block]:
+    """Yield blocks without masks in which queries see the keys up to themselves, and `window` of them at most.
+
+    Blocks are squares, causal or flipped, and rectangles; each pair is in one. Queries are cut where keys begin and
+    end, and where the window leaves them, into tiles of at most `window`.
+
+    Args:
+        queries, keys: places in the sequence; `Block` has the same.
+        window: keys that a query sees, itself among them; None for all.
+    """
+    window = window or queries.stop + len(queries) + len(keys)
+    edges = {keys.start, keys.stop, keys.start + window - 1, keys.stop + window - 1}
+    cuts = sorted({queries.start, queries.stop, *(edge for edge in edges if edge in queries)})
+    for begin, end in pairwise(cuts):
+        for start in range(begin, end, window):
+            stop = min(start + window, end)
+            first, last = max(stop - window, keys.start), min(start, keys.stop)
+            if first < last:
+                yield Block(slice(start, stop), slice(first, last))
+            if keys.start <= start < keys.stop:
+                yield Block(slice(start, stop), slice(start, stop), is_causal=True)
+            far = start - window + 1
+            if stop - start > 1 and keys.start <= far < keys.stop:
+                yield Block(slice(start, stop - 1), slice(far, stop - window), is_causal=True, is_flipped=True)
+
+
+def window_of(function: Callable[..., Tensor]) -> int | None:
+    """Return the window of transformers' mask function of causal windows; None for any other function."""
+    from transformers.masking_utils import causal_mask_function
+
+    parts = getclosurevars(function).nonlocals.get("mask_functions", ()) if isfunction(function) else ()
+    if len(parts) != 2 or function.__qualname__ != "and_masks.<locals>.and_mask" or causal_mask_function not in parts:
+        return None
+    (other,) = (part for part in parts if part is not causal_mask_function)
+    known = getattr(other, "__qualname__", "") == "sliding_window_overlay.<locals>.inner_mask"
+    return getclosurevars(other).nonlocals["sliding_window"] if known else None
+
+
 class ContextMask:
     """Attention mask of one pass over sharded sequences.
 
@@ -60,6 +100,7 @@ class ContextMask:
         is_plain = of.real is None and of.positions is None
         is_filled = of.length == 2 * self.axis.size * self.axis.chunk(of.length)
         self._is_upto_itself = function is causal_mask_function
+        self._window = window_of(function)
         self._is_causal = is_plain and self._is_upto_itself
         self._is_everything = is_plain and is_filled and function is bidirectional_mask_function
         self._known: dict[int, list[Block]] = {}
@@ -98,14 +139,16 @@ class ContextMask:
 
     @cached_property
     def spans(self) -> list[tuple[slice, list[Span]]] | None:
-        """The spans of a causal mask with padding or documents, by rows; None if the host does not know them."""
+        """The spans of a causal mask, of padding, documents and windows, by rows; None if the host knows none."""
         of, length = self.of, self.of.length
-        if not self._is_upto_itself or (of.positions is not None and of.real is not None):
+        if not (self._is_upto_itself or self._window) or (of.positions is not None and of.real is not None):
             return None
         if of.positions is not None:
             starts = of.positions_on_host.diff(dim=-1, prepend=of.positions_on_host[:, :1]) != 1
             borders = [[*row.nonzero()[:, 0].tolist(), length] for row in starts]
             spans = [[Span(a, b, b) for a, b in pairwise(row)] for row in borders]
+        elif of.real is None:
+            spans = [[Span(0, length, length)]]
         else:
             real = of.real if self.device.type == "cpu" else of.mask_on_host
             if real is None:
@@ -119,7 +162,7 @@ class ContextMask:
         return [(slice(row, row + 1), found) for row, found in enumerate(spans)]
 
     def _of_spans(self, source: int) -> Iterator[Block]:
-        """Yield the blocks of spans: nothing masked, a rectangle for each pair of chunks, and causal squares."""
+        """Yield the blocks of spans: nothing masked, rectangles for each pair of chunks, and causal squares."""
         chunk, last = self.axis.chunk(self.of.length), 2 * self.axis.size - 1
         own, theirs = ((rank, last - rank) for rank in (self.axis.rank, source))
         pairs = [(q, k) for q in range(2) for k in range(2) if theirs[k] <= own[q]]
@@ -127,16 +170,12 @@ class ContextMask:
             # Places in the sequence -> in this rank's queries, in the keys of `source`.
             of_query, of_key = (q - own[q]) * chunk, (k - theirs[k]) * chunk
             for start, keys, stop in spans:
-                first, end = max(start, theirs[k] * chunk), min(keys, (theirs[k] + 1) * chunk)
-                begin, stop = max(start, own[q] * chunk), min(stop, (own[q] + 1) * chunk)
-                if first >= end or begin >= stop:
-                    continue
-                seen = slice(first + of_key, end + of_key)
-                if own[q] == theirs[k]:
-                    yield Block(slice(first + of_query, end + of_query), seen, is_causal=True, rows=rows)
-                    begin = end  # what comes behind its real tokens sees all of them
-                if begin < stop:
-                    yield Block(slice(begin + of_query, stop + of_query), seen, rows=rows)
+                seen = range(max(start, theirs[k] * chunk), min(keys, (theirs[k] + 1) * chunk))
+                queries = range(max(start, own[q] * chunk), min(stop, (own[q] + 1) * chunk))
+                for block in blocks_of_span(queries, seen, self._window) if queries and seen else ():
+                    places = slice(block.queries.start + of_query, block.queries.stop + of_query)
+                    taken = slice(block.keys.start + of_key, block.keys.stop + of_key)
+                    yield replace(block, queries=places, keys=taken, rows=rows)
 
     def _causal(self, source: int) -> list[Block]:
         """Return the blocks of a causal mask without padding or documents."""

@@ -38,7 +38,8 @@ class Block:
     Attributes:
         queries, keys: ranges within the local queries and keys.
         rows: the samples.
-        is_causal: query i sees the keys up to number i of the block.
+        is_causal: query i sees the keys up to number i of the block, which has as many keys as queries.
+        is_flipped: query i sees the keys from number i on instead, as at the far edge of a window.
         allowed: [batch or 1, heads or 1, queries, keys] bool, True where a query sees a key; None for everywhere.
     """
 
@@ -47,6 +48,7 @@ class Block:
     is_causal: bool = False
     allowed: Tensor | None = None
     rows: slice = field(default_factory=partial(slice, None))
+    is_flipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, softmax: Sof
 
     All must be `with_dense_heads`. A query that sees no key gets zero, and log-sum-exp minus infinity.
     """
+    if block.is_flipped:  # causal in the opposite order, which all kernels know
+        found, logs = attend(*_flipped(query, key, value), replace(block, is_flipped=False), softmax)
+        return found.flip(2), logs.flip(2)
     if _has_cpu_kernel(query, value, softmax):
         found, logs = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, block.is_causal, attn_mask=_additive(block, query.dtype), scale=softmax.scale
@@ -125,6 +130,9 @@ def attend_backward(
             and value, they must be `with_dense_heads`.
         logs: [batch, heads, queries], log-sum-exps over all keys; finite.
     """
+    if block.is_flipped:
+        parts = _flipped(grad, query, key, value, found, logs)
+        return Gradients(*_flipped(*attend_backward(*parts, replace(block, is_flipped=False), softmax)))
     if _has_cpu_kernel(query, value, softmax):
         return Gradients(
             *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -152,6 +160,11 @@ def attend_backward(
         _summed(grad_scores.transpose(-1, -2) @ query.to(weights.dtype), key),
         _summed((weights * kept).transpose(-1, -2) @ grad, value),
     )
+
+
+def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Turn the order of tokens around, [batch, heads, tokens, ...]."""
+    return tuple(each.flip(2) for each in tensors)
 
 
 def merge(found: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:

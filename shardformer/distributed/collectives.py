@@ -115,11 +115,18 @@ def _scatter_buffers(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, 
 def _exchange_rows(
     x: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None, group: ProcessGroup
 ) -> Tensor:
+    out, work = _start_exchange(x, sent, received, group)
+    work.wait()
+    return out
+
+
+def _start_exchange(
+    x: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None, group: ProcessGroup
+) -> tuple[Tensor, dist.Work]:
     out = x.new_empty((len(x) if received is None else sum(received), *x.shape[1:]))
     # Send bytes: gloo supports fewer dtypes than models use.
     given, taken = as_bytes(x), out.view(torch.uint8)
-    dist.all_to_all_single(taken, given, received, sent, group=group)
-    return out
+    return out, dist.all_to_all_single(taken, given, received, sent, group=group, async_op=True)
 
 
 def _sum_shards(shard: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
@@ -324,6 +331,59 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange_rows(grad, *ctx.sizes, ctx.group), None, None, None
+
+
+class RowExchange:
+    """An exchange of rows that goes on while others compute, in both passes; see `all_to_all_uneven`.
+
+    What is computed between `start` and `finish` in the forward pass is between the reverse exchange's start and end in
+    the backward pass: autograd runs the latest node that is ready.
+
+    Args:
+        sent, received: rows to and from each rank of the group.
+    """
+
+    def __init__(self, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> None:
+        self.sent, self.received, self.group = sent, received, group
+        self.work: dist.Work | None = None
+        self.coming: Tensor | None = None  # gradients of the rows that were sent
+
+    def start(self, x: Tensor) -> Tensor:
+        """Start to send rows; the result is for `finish` alone."""
+        return _StartRows.apply(x, self)
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """Wait for the rows, [sum of `received`, features]."""
+        return _FinishRows.apply(rows, self)
+
+
+class _StartRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        out, exchange.work = _start_exchange(x, exchange.sent, exchange.received, exchange.group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        exchange = ctx.exchange
+        exchange.work.wait()
+        found, exchange.coming = exchange.coming, None
+        return found, None
+
+
+class _FinishRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.work.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        exchange = ctx.exchange
+        exchange.coming, exchange.work = _start_exchange(grad, exchange.received, exchange.sent, exchange.group)
+        return grad, None  # has as many rows as came; `_StartRows` takes the others
 
 
 def all_gather(

@@ -24,7 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.distributed.collectives import all_to_all_uneven, gather_from_region, local_slice, split_to_region
+from shardformer.distributed.collectives import (
+    RowExchange,
+    all_to_all_uneven,
+    gather_from_region,
+    local_slice,
+    split_to_region,
+)
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import EXPERTS, Part, ShardSpec, annotate, shard_parameter
 from shardformer.utils.derived_modules import derive, replace_modules
@@ -45,10 +51,17 @@ class TokenDispatcher:
         group: the ranks that share the experts.
         tp_group: tensor-parallel ranks that see the same tokens, so that each sends a slice of them; None if each rank
             sees different tokens.
+        meanwhile: called while tokens are on their way; None for nothing to do.
     """
 
-    def __init__(self, num_experts: int, group: ProcessGroup, tp_group: ProcessGroup | None) -> None:
-        self.num_experts, self.group, self.tp_group = num_experts, group, tp_group
+    def __init__(
+        self,
+        num_experts: int,
+        group: ProcessGroup,
+        tp_group: ProcessGroup | None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        self.num_experts, self.group, self.tp_group, self.meanwhile = num_experts, group, tp_group, meanwhile
         self.num_ranks = dist.get_world_size(group)
 
     @untraced
@@ -83,7 +96,11 @@ class TokenDispatcher:
 
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         order = order[: sum(sent)]  # choices of no expert come last
-        rows = all_to_all_uneven(_SentRows.apply(hidden, order, places), sent, received, self.group)
+        exchange = RowExchange(sent, received, self.group)
+        rows = exchange.start(_SentRows.apply(hidden, order, places))
+        if self.meanwhile is not None:
+            self.meanwhile()
+        rows = exchange.finish(rows)
         experts_here = torch.arange(len(arriving) // self.num_ranks, device=rows.device).repeat(self.num_ranks)
         found = _run_experts(experts, rows, experts_here.repeat_interleave(arriving, output_size=len(rows)))
         back = all_to_all_uneven(found, received, sent, self.group)
@@ -194,6 +211,61 @@ def _run_experts(experts: ExpertsForward, rows: Tensor, chosen: Tensor) -> Tenso
     return experts(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))[:count]
 
 
+class SharedExpert:
+    """The expert of a block that sees all tokens, which computes while these are on their way to the others.
+
+    So it does in blocks that call it after the others, with their own input. Its result is kept until then.
+
+    Args:
+        block: the block, which replaces the shared expert by one that asks here.
+        name: its name there.
+    """
+
+    def __init__(self, block: nn.Module, name: str) -> None:
+        self.block, self.name = block, name
+        self._input: Tensor | None = None  # of the block, until the shared expert has seen it
+        self._kept: tuple[Tensor, Tensor] | None = None
+        block.register_forward_pre_hook(self._note, with_kwargs=True)
+        shared = derive(getattr(block, name), _Beside)
+        shared.beside = self
+        replace_modules(block, {getattr(block, name): shared})
+
+    @staticmethod
+    def name_in(block: nn.Module) -> str | None:
+        """Return the name of the shared expert that a block calls after its other experts; None if it has none."""
+        code = getattr(inspect.unwrap(type(block).forward), "__code__", None)
+        names = code.co_names if code is not None else ()  # in the order of their first use
+        shared = next(
+            (name for name in _SHARED if name in names and isinstance(getattr(block, name, None), nn.Module)), ""
+        )
+        return shared if "experts" in names[: names.index(shared) if shared else 0] else None
+
+    def compute(self) -> None:
+        """Compute it, and keep the result."""
+        given, self._input = self._input, None
+        self._kept = None if given is None else (given, getattr(self.block, self.name).computed(given))
+
+    def take(self, x: Tensor) -> Tensor | None:
+        """Return the result for the block's input, once; None for any other input."""
+        kept, self._kept = self._kept, None
+        return kept[1] if kept is not None and kept[0] is x else None
+
+    def _note(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._kept = None
+        # Compiled layers run it where they call it, within their graph.
+        self._input = None if torch.compiler.is_compiling() else next(iter((*args, *kwargs.values())), None)
+
+
+class _Beside(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        found = None if torch.compiler.is_compiling() else self.beside.take(hidden_states)
+        return super().forward(hidden_states) if found is None else found
+
+    def computed(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states)
+
+
+_SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 INDICES = ("top_k_index", "router_indices")
 _WEIGHTS = ("top_k_weights", "routing_weights")
 
@@ -254,11 +326,13 @@ def shard_experts(model: nn.Module, config: ShardConfig) -> None:
         return
     sharded = {}
     for path, experts in list(expert_modules(model)):
+        block = model.get_submodule(path.rpartition(".")[0])
         if factor is not None:
-            block = model.get_submodule(path.rpartition(".")[0])
             ExpertCapacity(factor, experts.num_experts, skips=size > 1).attach(block, experts)
         if size > 1:
             sharded[experts] = _shard_experts_of(experts, config)
+            if name := SharedExpert.name_in(block):
+                sharded[experts].dispatcher.meanwhile = SharedExpert(block, name).compute
     replace_modules(model, sharded)
 
 

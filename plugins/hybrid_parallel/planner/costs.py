@@ -187,7 +187,7 @@ def dispatched(cost: PartCost, layout: Layout, device: Device) -> PartCost:
     if layout.ep_size == 1 or not cost.routed:
         return cost
     rows = cost.routed / layout.tp_size
-    link = device.ring(layout.ep_size, layout.tp_size)
+    link = device.ring(layout.ep_size, layout.tp_size, has_all_adapters=False)
     there = link.collective("all_to_all", rows, layout.ep_size)
     counts = link.latency * (layout.ep_size - 1)
     return replace(

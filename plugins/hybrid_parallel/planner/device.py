@@ -94,17 +94,22 @@ class Device:
         """Return the link of a group of ranks whose first and last rank are `span` apart."""
         return self.inside if span < self.node_size else self.between
 
-    def ring(self, ranks: int, stride: int) -> Link:
+    def ring(self, ranks: int, stride: int, has_all_adapters: bool = True) -> Link:
         """Return the link of a ring of ranks that are `stride` apart.
 
-        Of several ranks on a machine, one sends to the next machine. The others leave it their share of the network,
-        which ranks on CPUs have together.
+        Of several ranks on a machine, one sends to the next machine. The others leave it their share of the network:
+        ranks on CPUs have one adapter together, and NCCL makes a ring for the adapter of each GPU.
+
+        Args:
+            has_all_adapters: False for messages between two GPUs, each of which has the adapter of its sender.
         """
         here = self.node_size // stride
-        if (ranks - 1) * stride < self.node_size or self.type != "cpu" or here < 2:
+        is_far = (ranks - 1) * stride >= self.node_size
+        if not is_far or here < 2 or not (has_all_adapters or self.type == "cpu"):
             return self.link((ranks - 1) * stride)
-        rates = {kind: rate * here for kind, rate in self.between.rates.items()}
-        return replace(self.between, bandwidth=self.between.bandwidth * here, rates=rates)
+        most = float("inf") if self.type == "cpu" else self.inside.bandwidth
+        rates = {kind: min(rate * here, most) for kind, rate in self.between.rates.items()}
+        return replace(self.between, bandwidth=min(self.between.bandwidth * here, most), rates=rates)
 
     def matmul_seconds(self, flops: float, size: float, precision: str) -> float:
         """Return the seconds of a matmul of `flops` FLOPs whose matrices have `size` bytes in total."""

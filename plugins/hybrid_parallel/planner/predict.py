@@ -105,7 +105,7 @@ def _reduction(device: Device, states: RankStates, backward: float) -> float:
             reduce += device.ring(replicas, layout.strides[axis]).collective("all_reduce", gradients, replicas)
             continue
         reduce += _shards_seconds(device, layout, axis, "reduce_scatter", gradients)
-        far = device.link((replicas - 1) * layout.strides[axis])
+        far = device.ring(replicas // shards, layout.strides[axis] * shards)
         rest += far.collective("all_reduce", gradients / shards, replicas // shards)
         whole = sum(bucket.size * bucket.itemsize for bucket in buckets if bucket.unit is None)
         rest += _shards_seconds(device, layout, axis, "all_gather", whole)
@@ -123,7 +123,7 @@ def _shards_seconds(device: Device, layout: Layout, axis: str, kind: str, size: 
     shards, stride = layout.shards[axis], layout.strides[axis]
     span = (shards - 1) * stride
     if device.type != "cpu" or span < device.node_size:
-        return device.link(span).collective(kind, size, shards)
+        return device.ring(shards, stride).collective(kind, size, shards)
     here = device.node_size // stride
     if not 1 < here < shards or shards % here:
         here = 1
@@ -293,7 +293,7 @@ class Predictor:
         if key not in self._parts:
             # Queries of a share meet all keys, as in that share of the samples.
             parts = self.profile(layout.tp_size, layout.sequence).at(layout.rows / layout.cp_size)
-            link = self.device.ring(layout.cp_size, layout.tp_size)
+            link = self.device.ring(layout.cp_size, layout.tp_size, has_all_adapters=False)
             gathered = self._keys_and_values(layout)
             shared = {part: shared_over(cost, layout.cp_size, link, gathered) for part, cost in parts.items()}
             self._parts[key] = {part: dispatched(cost, layout, self.device) for part, cost in shared.items()}

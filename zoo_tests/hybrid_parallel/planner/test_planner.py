@@ -73,7 +73,10 @@ def test_one_rank_of_a_machine_sends_to_the_next() -> None:
     assert here.ring(2, 1) == here.inside
     assert here.ring(2, 2) == here.between
     assert here.ring(4, 1).bandwidth == 2 * here.between.bandwidth
-    assert PRESETS["H100"].ring(16, 1) == PRESETS["H100"].between, "each GPU has an adapter of its own"
+    gpu = PRESETS["H100"]
+    assert gpu.ring(16, 8) == gpu.ring(16, 1, has_all_adapters=False) == gpu.between, "each GPU has an adapter"
+    assert gpu.ring(16, 4).bandwidth == 2 * gpu.between.bandwidth, "NCCL has a ring for each of them"
+    assert gpu.ring(16, 1).bandwidth == 8 * gpu.between.bandwidth <= gpu.inside.bandwidth
 
 
 def test_small_products_are_less_efficient() -> None:

@@ -19,8 +19,8 @@ from torch import nn
 
 from shardformer import ShardConfig, ShardFormer
 from shardformer.attention import backend, use_backend, use_sharded_attention
-from shardformer.attention.backend import FLASH_2, FLASH_3, SDPA, AttentionNeeds, slow_reason
-from shardformer.attention.backends import Choice, choose_backend, reason_not_usable
+from shardformer.attention.backend import FLASH_2, FLASH_3, FLASH_4, SDPA, AttentionNeeds, slow_reason
+from shardformer.attention.backends import Choice, choose_backend, is_installed, reason_not_usable
 from shardformer.attention.selection import needs_of
 from zoo_tests.harness.kernel_packages import flash_attn, xformers
 from zoo_tests.harness.ranks import distributed
@@ -74,6 +74,30 @@ def test_a_kernel_that_does_not_serve_is_passed_over_with_a_reason(
     found = _choose(installed=(FLASH_3, FLASH_2), **changes)
     assert found.implementation == chosen
     assert (reason in found.reason) if reason else not found.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen", "reason"),
+    [
+        ({"capability": BLACKWELL, "head_dims": (128,)}, FLASH_4, "flash_attention_3 needs a GPU"),
+        ({"capability": HOPPER}, FLASH_3, ""),
+        ({"capability": AMPERE}, FLASH_2, "flash_attention_4 needs a GPU of compute capability 9.0 (Hopper) or more"),
+        ({"capability": BLACKWELL, "head_dims": (256,)}, FLASH_2, "takes head sizes 64, 96, 128, not 256"),
+        ({"capability": BLACKWELL, "dropout": 0.1}, FLASH_2, "flash_attention_4 has no dropout"),
+        ({"capability": BLACKWELL, "soft_caps": True}, FLASH_2, "no backward pass for soft-capped scores"),
+    ],
+)
+def test_flash_attention_4_has_its_own_limits(changes: dict[str, Any], chosen: str, reason: str) -> None:
+    found = _choose(installed=(FLASH_4, FLASH_3, FLASH_2), **changes)
+    assert found.implementation == chosen and reason in found.reason
+
+
+def test_a_module_of_another_distribution_is_not_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both flash-attn 2 and 4 have a module `flash_attn`."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert is_installed(FLASH_2) and not is_installed(FLASH_4)
+    monkeypatch.setattr("importlib.metadata.Distribution.discover", lambda name: iter([name]))
+    assert is_installed(FLASH_4)
 
 
 def test_a_package_that_cannot_be_used_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

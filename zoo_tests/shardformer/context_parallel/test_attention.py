@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from shardformer.context_parallel import ring
 from shardformer.context_parallel.attention import ContextMask
@@ -30,8 +30,16 @@ def _axis(size: int, rank: int) -> ZigzagSharding:
 
 
 @st.composite
+def _masks(draw: st.DrawFn) -> ContextMask:
+    """Rows of documents, or of tokens with padding before and behind them, on 1 to 4 ranks; some with windows."""
+    of, window = draw(_passes()), draw(st.sampled_from([None, 1, 2, 5, 9, 30]))
+    rows = next(len(each) for each in (of.positions, of.real, [None] * 2) if each is not None)
+    function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    return ContextMask(of, function, rows, torch.device("cpu"))
+
+
+@st.composite
 def _passes(draw: st.DrawFn) -> ContextParallelPass:
-    """Rows of documents, or of tokens with padding before and behind them, on 1 to 4 ranks."""
     size, rows = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     length = draw(st.integers(2 * size, 40))
     axis = _axis(size, draw(st.integers(0, size - 1)))
@@ -39,6 +47,8 @@ def _passes(draw: st.DrawFn) -> ContextParallelPass:
         several = st.lists(st.integers(1, 15), min_size=length, max_size=length)
         rows_of = [[place for size in draw(several) for place in range(size)][:length] for _ in range(rows)]
         return ContextParallelPass(axis, length, positions=torch.tensor(rows_of))
+    if draw(st.booleans()):
+        return ContextParallelPass(axis, length)
     real = torch.zeros(rows, length, dtype=torch.bool)
     for row in real:
         start, stop = sorted(draw(st.tuples(st.integers(0, length), st.integers(0, length))))
@@ -50,12 +60,11 @@ def _mask(of: ContextParallelPass, rows: int) -> ContextMask:
     return ContextMask(of, causal_mask_function, rows, torch.device("cpu"))
 
 
-@settings(max_examples=60, deadline=None)
-@given(_passes())
-def test_pairs_computed_are_pairs_needed(of: ContextParallelPass) -> None:
+@settings(max_examples=90, deadline=None)
+@given(_masks())
+def test_pairs_computed_are_pairs_needed(mask: ContextMask) -> None:
     """Queries behind the end of sequences, whose output nothing reads, may see anything."""
-    rows = len(of.positions if of.real is None else of.real)
-    mask = _mask(of, rows)
+    of, rows = mask.of, mask.rows
     for source in range(of.axis.size):
         queries, keys = mask._places(of.axis.rank), mask._places(source)
         needed = mask.allowed(queries, keys)[:, 0].int().expand(rows, -1, -1)
@@ -63,7 +72,8 @@ def test_pairs_computed_are_pairs_needed(of: ContextParallelPass) -> None:
         for block in mask.blocks(source):
             assert block.allowed is None
             pairs = found[block.rows, block.queries, block.keys]
-            pairs += torch.ones_like(pairs).tril() if block.is_causal else 1
+            ones = torch.ones_like(pairs)
+            pairs += (ones.triu() if block.is_flipped else ones.tril()) if block.is_causal else ones
         assert torch.equal(found[:, queries < of.length], needed[:, queries < of.length])
 
 
@@ -98,11 +108,10 @@ def _attended(
     return [found, of_query, *of_keys]
 
 
-@settings(max_examples=25, deadline=None)
-@given(_passes())
-def test_spans_find_what_masks_find(of: ContextParallelPass) -> None:
-    rows = len(of.positions if of.real is None else of.real)
-    mask, generator = _mask(of, rows), torch.Generator().manual_seed(3)
+@settings(max_examples=40, deadline=None)
+@given(_masks())
+def test_spans_find_what_masks_find(mask: ContextMask) -> None:
+    of, rows, generator = mask.of, mask.rows, torch.Generator().manual_seed(3)
     part = 2 * of.axis.chunk(of.length)
     query, grad, *keys = (
         torch.randn((*more, rows, heads, part, 4), generator=generator, dtype=torch.float64)
@@ -142,13 +151,14 @@ class _Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_the_largest_tensor_of_a_long_row_is_one_of_its_tokens(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "window"), [(0, None), (3, None), (3, 1024)])
+def test_the_largest_tensor_of_a_long_row_is_one_of_its_tokens(rank: int, window: int | None) -> None:
     """32,768 tokens on 4 ranks, in bf16 with 32 heads of 128: 134 MB in fp32, where scores would have 8.6 GB."""
     length, (heads, groups, size) = 32768, (32, 8, 128)
     positions = torch.cat([torch.arange(each) for each in (9000, 1000, 3, 12765, 10000)])[None]
     of = ContextParallelPass(_axis(4, rank), length, positions=positions)
-    mask = ContextMask(of, causal_mask_function, 1, torch.device("meta"))
+    function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    mask = ContextMask(of, function, 1, torch.device("meta"))
     part = length // 4
     query, grad = (torch.empty(1, heads, part, size, dtype=torch.bfloat16, device="meta") for _ in range(2))
     keys = [torch.empty(2, 1, groups, part, size, dtype=torch.bfloat16, device="meta") for _ in range(4)]

@@ -6,15 +6,23 @@ What breaks here first: the order of rows that come back, ranks that nothing is 
 
 from __future__ import annotations
 
+import copy
+import importlib
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoConfig
 
-from shardformer.expert_parallel.experts import ExpertCapacity, TokenDispatcher
+from shardformer import ShardConfig
+from shardformer.distributed import collectives
+from shardformer.expert_parallel.experts import ExpertCapacity, TokenDispatcher, shard_experts
 from zoo_tests.cuda_trace.recorder import recorded_on_meta
 from zoo_tests.harness.native import EXACT, known
 from zoo_tests.harness.ranks import distributed
@@ -136,6 +144,101 @@ def test_a_gpu_is_waited_for_once_a_layer(two_fake_ranks: None) -> None:
     names = [name.rpartition("::")[2].partition(".")[0] for name in counts.kernels.elements()]
     passes = [name for name in names if name in ("index", "index_select", "index_copy", "bmm", "mul", "clone")]
     assert sorted(passes) == ["bmm", *["index_select"] * 3], "weighted rows; rows out, rows back, experts of rows"
+
+
+class _Timed:
+    """The work of an exchange, which tells when it is waited for."""
+
+    def __init__(self, work: dist.Work, events: list[str]) -> None:
+        self.work, self.events = work, events
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.events.append("end")
+
+
+def _block(family: str) -> nn.Module:
+    """A layer's experts as transformers writes them, with random weights."""
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    }
+    config = AutoConfig.for_model(family, **sizes, n_routed_experts=4, num_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    block = {"glm4_moe": "Glm4MoeMoE", "qwen2_moe": "Qwen2MoeSparseMoeBlock"}[family]
+    made = getattr(module, block)(config).double()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    return made
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe"])
+@distributed(2)
+def test_a_shared_expert_computes_while_tokens_are_on_their_way(family: str) -> None:
+    """In both passes, where the block calls it behind its other experts (GLM), and with the plain numbers."""
+    plain, events = _block(family), []
+    block, hidden = copy.deepcopy(plain), known(2, 5, 8, seed=dist.get_rank(), grad=True)
+    mine = hidden.detach().clone().requires_grad_()
+    config = ShardConfig(expert_parallel_process_group=dist.group.WORLD, enable_tensor_parallelism=False)
+    shard_experts(block, config)
+    start = collectives._start_exchange
+
+    def told(*args: Any) -> tuple[Tensor, _Timed]:
+        events.append("start")
+        found, work = start(*args)
+        return found, _Timed(work, events)
+
+    shared = getattr(block, "shared_experts", None) or block.shared_expert
+    shared.down_proj.register_forward_hook(lambda *_: events.append("shared"))
+    shared.down_proj.register_full_backward_hook(lambda *_: events.append("shared"))
+    with mock.patch.object(collectives, "_start_exchange", told):
+        outputs = block(mine), plain(hidden)
+        forward = [events.pop(0) for _ in range(5)]
+        outputs[0].square().sum().backward()
+    outputs[1].square().sum().backward()
+    before = family == "qwen2_moe"
+    assert forward == (["shared", "start", "end"] if before else ["start", "shared", "end"]) + ["start", "end"]
+    assert before or events == ["start", "end", "start", "shared", "end"]
+    for found, expected in ((outputs[0], outputs[1]), (mine.grad, hidden.grad)):
+        torch.testing.assert_close(found, expected, **EXACT)
+    plain_shared = getattr(plain, "shared_experts", None) or plain.shared_expert
+    for found, expected in zip(shared.parameters(), plain_shared.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, **EXACT)
+
+
+def _sonic(
+    hidden: Tensor, scores: Tensor, tokens: Tensor, chosen: Tensor, up: Tensor, bias: None, *more: Any, **of: Any
+) -> tuple[Tensor, None]:
+    """What sonic-moe computes: up [2 * inner, hidden, experts], down [hidden, inner, experts]."""
+    down = more[0]
+    assert up.shape[2] == down.shape[2] == of["E"] and tokens.dtype == chosen.dtype == torch.int32
+    found = torch.zeros_like(hidden)
+    for expert in range(of["E"]):
+        mine = (chosen == expert).nonzero()[:, 0]
+        gate, value = (hidden[tokens[mine].long()] @ up[..., expert].T).chunk(2, -1)
+        rows = (nn.functional.silu(gate) * value) @ down[..., expert].T
+        found = found.index_add(0, tokens[mine].long(), rows * scores[mine, None])
+    return found, None
+
+
+@distributed(2)
+def test_sonicmoe_runs_the_experts_of_each_rank() -> None:
+    plain = _block("glm4_moe")
+    block = copy.deepcopy(plain)
+    block.experts.config._experts_implementation = "sonicmoe"
+    shard_experts(block, ShardConfig(expert_parallel_process_group=dist.group.WORLD, enable_tensor_parallelism=False))
+    hidden = known(2, 5, 8, seed=dist.get_rank(), grad=True)
+    mine = hidden.detach().clone().requires_grad_()
+    kernel = SimpleNamespace(activation_type_enum=SimpleNamespace(SWIGLU=0), moe_general_routing_inputs=_sonic)
+    with mock.patch("transformers.integrations.sonicmoe.load_sonicmoe_kernel", lambda: kernel):
+        outputs = block(mine), plain(hidden)
+    for each in outputs:
+        each.square().sum().backward()
+    torch.testing.assert_close(outputs[0], outputs[1], **EXACT)
+    torch.testing.assert_close(mine.grad, hidden.grad, **EXACT)
 
 
 def test_first_choices_of_early_tokens_go_first() -> None:
