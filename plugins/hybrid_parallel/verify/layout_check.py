@@ -61,7 +61,7 @@ from shardformer.peft import model_inside
 _MOST_RANKS = 8  # of a layout that is checked as it is
 _LONGEST_AXIS = 16
 _EXPERTS = 4  # of a small copy
-_MOST_PARAMETERS = 4_000_000  # of a copy, of which each rank gets a part
+_MOST_PARAMETERS = 6_000_000  # of a copy, of which each rank gets a part
 _LEAST_ROWS = 7  # samples, which differ in length and padding
 _MAX_NORM = 0.05  # of gradients that are clipped, for which those of a small copy are large enough
 _LONGEST_S = 6  # of the processor, for the steps of all ranks together
@@ -234,9 +234,9 @@ def checked_layouts(options: Mapping[str, Any], world_size: int) -> Iterator[tup
         yield exact
         return
     yield layout({axis: min(size, 2) for axis, size in sizes.items()}, 1)
-    for axis, size in sizes.items():
-        if size > 2:
-            yield layout({other: 1 for other in sizes} | {axis: min(size, _LONGEST_AXIS)}, 1)
+    for axis in ("tp", "cp", "ep", "pp"):  # stages take longest
+        if (size := sizes[axis]) > 2:
+            yield layout(dict.fromkeys(sizes, 1) | {axis: min(size, _LONGEST_AXIS)}, 1)
 
 
 def _difference(subject: CheckedModel, options: dict[str, Any], world_size: int) -> str | None:

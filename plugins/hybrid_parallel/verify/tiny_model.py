@@ -110,7 +110,7 @@ _ALL_LAYERS = (*_LAYERS, "num_encoder_layers", "decoder_layers", "encoder_num_la
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("head_dim", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), _HEAD_DIM),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "hidden_dim", "n_inner", "ffn_hidden_size"), 48),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size_mlp"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2),
@@ -179,9 +179,10 @@ class TwinSizes:
         small = tp_size * -(-(4 if group == 1 else 2) // tp_size)
         if kv_heads % tp_size:  # heads are replicated or unevenly sharded
             small = kv_heads
-        if group > 8:
-            group = tp_size * -(-4 // tp_size) + (1 if heads % tp_size else 0)
-        return TwinSizes(layers=max(4, num_stages), heads=small * group)
+        if group <= 8:
+            return TwinSizes(layers=max(4, num_stages), heads=small * group)
+        group = tp_size * -(-4 // tp_size) + (1 if heads % tp_size else 0)
+        return TwinSizes(layers=max(4, num_stages), heads=small * group, kv_heads=small)
 
 
 @dataclass(frozen=True)

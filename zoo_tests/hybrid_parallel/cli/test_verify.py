@@ -239,6 +239,7 @@ def test_a_mistake_is_one_sentence(
         (64, 1, 2, (4, 1)),
         (6, 6, 4, (6, 6)),
         (64, 8, 8, (64, 8)),
+        (96, 8, 8, (64, 8)),
     ],
 )
 def test_heads_of_a_twin_are_shared_out_like_those_of_the_model(
