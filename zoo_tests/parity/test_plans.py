@@ -23,7 +23,7 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.propose import share_cut
 from plugins.hybrid_parallel.verify.train import train_reference
-from shardformer.policies.plans import tables
+from shardformer.policies import families
 from shardformer.policies.plans.plan import declared_plans
 from shardformer.policies.registry import family_policies, policy_for
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
@@ -198,7 +198,7 @@ _KINDS = {
 def _divided(way: str) -> Iterator:
     """(head, layout) of families whose plans divide sequences, and of the kinds of layers."""
     layout, kinds = _KINDS[way]
-    seen = json.loads((Path(tables.__file__).parent / "divided_sequences.json").read_text(encoding="utf-8"))[way]
+    seen = json.loads((Path(families.__file__).parent / "divided_sequences.json").read_text(encoding="utf-8"))[way]
     known = [each for each in head_classes() if {each.family, f"{each.family}/{each.name}"} & {*seen}]
     first = {head.family: head for head in reversed(known)}
     bad = {name for name, where in _inexact() if where in ("plain", layout)}
