@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +57,19 @@ class LossInProgress:
     is_weighted: bool = False
     read_processes: bool = False
     nothing: Tensor | None = None
+
+
+class Samples(list):
+    """Labels in a list, an entry for each sample of this replica, as boxes of an image."""
+
+    @staticmethod
+    def among(labels: Any, rows: int | None) -> Any:
+        """Return labels of so many samples, whose lists with an entry for each sample are marked."""
+        if isinstance(labels, tuple):
+            return tuple(Samples.among(each, rows) for each in labels)
+        if isinstance(labels, list) and len(labels) == rows:
+            return Samples(dict(each) if isinstance(each, Mapping) else each for each in labels)
+        return labels
 
 
 class CountedReplicas(PartialState):
@@ -116,8 +129,21 @@ class TrainerAccelerator(Accelerator):
             if outer is not None:
                 outer.is_weighted = True
 
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pad tensors to the longest of all processes, except those of single samples."""
+        if isinstance(tensor, tuple):
+            return tuple(self.pad_across_processes(each, *args, **kwargs) for each in tensor)
+        return tensor if isinstance(tensor, Samples) else super().pad_across_processes(tensor, *args, **kwargs)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return values of all replicas; a scalar of a loss's samples is one value a replica, none of which is cut."""
+        """Return values of all replicas; a scalar of a loss's samples is one value a replica, none of which is cut.
+
+        Lists of single samples are joined, where accelerate would join the first samples of all processes, and so on.
+        """
+        if isinstance(input_data, tuple) and any(isinstance(each, Samples) for each in input_data):
+            return tuple(map(self.gather_for_metrics, input_data))
+        if isinstance(input_data, Samples):
+            return super().gather_for_metrics(list(input_data), use_gather_object=True)
         progress = self.loss_in_progress
         is_scalar = isinstance(input_data, Tensor) and input_data.dim() == 0
         if progress is None or not is_scalar or use_gather_object or self.replicas.size == 1:

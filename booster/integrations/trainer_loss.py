@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from booster.data.rows import main_input_of, rows_of, unknown_rows
-from booster.integrations.trainer_accelerator import ItemCount, LossInProgress, TrainerAccelerator
+from booster.integrations.trainer_accelerator import ItemCount, LossInProgress, Samples, TrainerAccelerator
 
 
 class TrainerLoss:
@@ -72,7 +72,7 @@ class TrainerLoss:
         if loss is not None:
             loss = loss if progress.is_shared or progress.is_weighted else self._weighted(loss, rows, inputs)
             loss = self.accelerator.reduce(loss, "mean")
-        return loss, logits, labels
+        return loss, logits, Samples.among(labels, rows)
 
     def _smooth_labels(
         self, smoother: Any, outputs: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None

@@ -278,10 +278,10 @@ class LocalMetadata(dict[str, Any]):
 
 
 class WholeState(dict[str, Tensor]):
-    """State dict of the whole model, gathered from all ranks: it may be saved, as a plain dict."""
+    """State dict of the whole model, gathered from all ranks: it may be saved, as torch's own state dicts are."""
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[dict[str, Tensor]]]:
-        return dict, (dict(self),)
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return OrderedDict, (), None, None, iter(self.items())  # which `torch.load` opens with `weights_only`
 
 
 class GuardedOptimizer(OptimizerWrapper):

@@ -95,7 +95,9 @@ class _WholeCall:
         given = kwargs.get("state_dict")
         has_all = self.model.is_whole and not self.model.gathers
         if has_all or (given is not None and self._is_whole(given)):
-            return plain(*args, **kwargs)
+            if has_all or not (isinstance(given, WholeState) and self._reads_stages()):
+                return plain(*args, **kwargs)
+            del kwargs["state_dict"]  # of the same weights
         if self.model.files.state is not None:  # called by push_to_hub
             return plain(*args, **kwargs | {"state_dict": self._of_module(self.model.files.state)})
         return self._save(plain, args, kwargs)
@@ -110,6 +112,11 @@ class _WholeCall:
         options |= options.pop("kwargs", {})
         state = self._joined_alone(str(options.get("save_directory", "model")))
         if state is not None:
+            if self._reads_stages():
+                raise ConfigurationError(
+                    f"model.{self.method}() by rank 0 alone: peft looks for modules_to_save among the modules of rank "
+                    "0, and other stages may have them; call it on all ranks"
+                )
             return self._write(plain, args, kwargs, state)
         if self.method == "save_pretrained" and not self.path and self._may_stream(options):
             folder = all_gather_json(str(options["save_directory"]))[0]  # each rank may have made one of its own
@@ -140,6 +147,12 @@ class _WholeCall:
             return plain(*args, **kwargs)
         finally:
             self.model.files.state = None
+
+    def _reads_stages(self) -> bool:
+        """Return whether the method looks for trained modules of peft, of which each stage has its own."""
+        adapters = getattr(self.module, "peft_config", None)
+        named = isinstance(adapters, dict) and any(getattr(each, "modules_to_save", None) for each in adapters.values())
+        return self.model.mesh.size("pp") > 1 and bool(named or getattr(self.module, "modules_to_save", None))
 
     def _may_stream(self, options: Mapping[str, Any]) -> bool:
         function = options.get("save_function")

@@ -237,10 +237,11 @@ def stand_in(
         if dim is None:
             is_flat = _has_several_rows(name, value, rows)
             return value.new_zeros(len(value) // rows, *value.shape[1:]) if is_flat else value
+        # A script may pad no samples to no width, which layers accept as little.
+        shape = (*value.shape[:dim], 1, *(size or 1 for size in value.shape[dim + 1 :]))
         if name == "position_ids" and value.dim() > 1:  # zeros would be a document for each token
-            length = value.shape[-1]
-            return torch.arange(length, device=value.device).expand(*value.shape[:dim], 1, *value.shape[dim + 1 :])
-        return value.new_full((*value.shape[:dim], 1, *value.shape[dim + 1 :]), int("mask" in name))
+            return torch.arange(shape[-1], device=value.device).expand(shape)
+        return value.new_full(shape, int("mask" in name))
 
     return {name: sample(name, value) for name, value in without_media(batch, tokens).items()}
 

@@ -296,6 +296,8 @@ def _export(layout: str, folder: str) -> None:
         if dist.get_rank() == 0:
             written = load_file(f"{folder}/whole.safetensors")
             assert set(written) == set(bert().state_dict())
+            torch.save(whole, f"{folder}/whole.pt")
+            assert torch.load(f"{folder}/whole.pt").keys() == whole.keys()  # as torch does by default, without classes
         plain = nn.Linear(2, 2)
         assert accelerator.unwrap_model(plain) is plain and set(accelerator.get_state_dict(plain)) == {"weight", "bias"}
         accelerator.save_model(plain, f"{folder}/plain")

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from booster.errors import ConfigurationError
 from booster.integrations.accelerate import Accelerator
+from booster.integrations.trainer_accelerator import Samples, TrainerAccelerator
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.accelerate_loop import bert, collate, fresh_accelerate, samples
 from zoo_tests.harness.ranks import distributed, run_on_ranks
@@ -105,12 +106,16 @@ def test_rows_of_other_lengths_are_padded_or_refused() -> None:
 
 @distributed(2)
 def test_objects_of_replicas_are_joined() -> None:
-    with _accelerator() as accelerator:
+    with fresh_accelerate():
+        accelerator = TrainerAccelerator(plugin=HybridParallelPlugin())
         mine = accelerator.process_index
         assert accelerator.gather_for_metrics([f"text {mine}", {"a": [mine, None], 6: (mine, {7})}]) == [
             *("text 0", {"a": [0, None], 6: (0, {7})}),
             *("text 1", {"a": [1, None], 6: (1, {7})}),
         ]
+        boxes = Samples.among(([{"boxes": torch.full((2 + mine, 4), mine)}] * (2 - mine), torch.ones(2)), 2 - mine)
+        joined, _ = accelerator.gather_for_metrics(accelerator.pad_across_processes(boxes, dim=1))
+        assert [tuple(each["boxes"].shape) for each in joined] == [(2, 4), (2, 4), (3, 4)]
         with pytest.raises(ConfigurationError, match=r"the list\[0\]\[0\] is a builtin_function_or_method"):
             accelerator.gather_for_metrics([(print, 2)])
 

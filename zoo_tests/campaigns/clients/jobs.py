@@ -68,7 +68,12 @@ _EXAMPLES = {
     "mae": ("mae", None, f"{_MASKED} 0 --remove_unused_columns False --base_learning_rate 0.1", None),
     "mim": ("vit", None, f"{_MASKED} 0 {_PATCHES} --remove_unused_columns False", f"{_MASKED} 0.2 {_PATCHES}"),
     "xnli": ("bert", None, "--language en --max_seq_length 32", None),
-    "audio_classification": ("wav2vec2", None, f"{_SOUNDS} --label_column_name label --ignore_mismatched_sizes", None),
+    "audio_classification": (
+        "wav2vec2",
+        None,
+        f"{_SOUNDS} --label_column_name label --remove_unused_columns False",
+        None,
+    ),
     "speech_recognition_ctc": ("wav2vec2", None, f"{_SOUNDS} --mask_time_prob 0 --eval_metrics wer", None),
     "wav2vec2_pretraining": (
         "wav2vec2",
@@ -132,7 +137,7 @@ ARGUMENTS = {
     ),
     "olora_finetuning.py": _ADAPTERS,
     "peft_no_lora_accelerate.py": "--model_name_or_path bert --output_dir OUT --seed 3 --num_train_epochs 1 "
-    "--per_device_train_batch_size BATCH --per_device_eval_batch_size BATCH",
+    "--per_device_train_batch_size 5",
     "miss_finetuning.py": f"--base_model_name_or_path causal --bits fp32 --data_path marks --dataset_split train "
     f"--dataset_field prompt completion --bf16 False {_TRAINER}",
     "test_checkpointing.py": "--model_name_or_path bert-base-cased --output_dir OUT --num_epochs 2",

@@ -101,7 +101,7 @@ def write_sights_and_sounds(folder: Path) -> None:
     }  # fmt: skip
     for kind, row in kinds.items():
         (folder / kind).mkdir()
-        for split, count in (("train", 22), ("validation", 7)):
+        for split, count in (("train", 22), ("validation", 7), ("test", 7)):
             rows = Dataset.from_list([row(at) for at in range(count)])
             features = rows.features.copy()
             if kind == "sounds":

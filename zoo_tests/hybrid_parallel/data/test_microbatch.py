@@ -334,6 +334,7 @@ def test_images_and_sounds_go_where_their_tokens_are(
 def test_a_placeholder_of_texts_has_no_images() -> None:
     batch = {"input_ids": torch.zeros(0, 3), "pixel_values": torch.zeros(0, 4)}
     assert set(stand_in(batch, _TOKENS)) == {"input_ids"} and set(stand_in(batch)) == set(batch)
+    assert stand_in({"input_ids": torch.zeros(0, 0)})["input_ids"].shape == (1, 1)  # padded to no width
 
 
 def test_images_that_are_numbered_over_a_batch_are_not_cut() -> None:

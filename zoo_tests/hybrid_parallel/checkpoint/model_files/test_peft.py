@@ -28,6 +28,9 @@ _RECIPES = {
 }
 
 
+_WRITTEN = ("ours", "ours, given")
+
+
 def _case(family: str, layout: str) -> Case:
     head, targets, options = _RECIPES[family]
     config = (("tie_word_embeddings", True),) if "tied" in family else ()
@@ -40,6 +43,9 @@ def _case(family: str, layout: str) -> Case:
 def _save(case: Case, directory: Path, dtype: torch.dtype | None = None) -> None:
     boosted = boost(case)
     boosted.booster.save_model(boosted.model, directory, dtype=dtype)
+    if dtype is None:  # as scripts of accelerate do
+        whole = boosted.plugin.checkpoint_io.whole_state_dict(boosted.model)
+        boosted.model.unwrap().save_pretrained(f"{directory}, given", state_dict=whole)
 
 
 def _load(case: Case, directory: Path) -> None:
@@ -77,9 +83,10 @@ def test_round_trip(family: str, saved: str, loaded: str, tmp_path: Path) -> Non
     assert ours == ["adapter_config.json", "adapter_model.safetensors"]
     plain = case.recipe.model()
     plain.save_pretrained(tmp_path / "plain")
-    expected, found = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("plain", "ours"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    expected, *written = (load_file(tmp_path / each / "adapter_model.safetensors") for each in ("plain", *_WRITTEN))
+    for found in written:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     configs = [json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("plain", "ours")]
     for config in configs:
         config["target_modules"].sort()  # a set in peft, in an order of its own
