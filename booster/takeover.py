@@ -182,8 +182,12 @@ class Takeover(MetaPathFinder):
 
         @wraps(finish)
         def __post_init__(args: Any) -> None:  # noqa: N807
+            import torch
+
             from booster.integrations.trainer_accelerator import CountedReplicas
 
+            if "RANK" in os.environ and not torch.cuda.is_available():
+                os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else one process is counted on CPUs
             finish(args)
             if "RANK" in os.environ and not self._is_planned:
                 self._join()

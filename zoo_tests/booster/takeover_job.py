@@ -43,7 +43,7 @@ def rows():
 
 def arguments(kind=TrainingArguments, **options):
     return kind(
-        sys.argv[2], per_device_train_batch_size=4, max_steps=4, logging_steps=1, report_to=[], use_cpu=True,
+        sys.argv[2], per_device_train_batch_size=4, max_steps=4, logging_steps=1, report_to=[],
         save_strategy="no", disable_tqdm=True, learning_rate=1e-3, **options,
     )  # fmt: skip
 
