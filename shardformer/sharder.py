@@ -348,7 +348,7 @@ class ModelSharder:
         """Return what is shared by hand between places that see parts of sequences and places that see whole ones."""
         way_out = "leave out enable_sequence_parallelism" if self.config.sequence is not None else "use cp_size=1"
         first: dict[nn.Module, str] = {}
-        for path in self._layer_lists:
+        for path in self.policy.layer_lists:
             for index, layer in self.model.get_submodule(path)._modules.items():
                 if first.setdefault(layer, f"{path}.{index}") != f"{path}.{index}":
                     return [
@@ -359,7 +359,7 @@ class ModelSharder:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
         for parameter in self._of_parts():
-            inside = [any(name.startswith(f"{path}.") for path in self._layer_lists) for name in names[parameter]]
+            inside = [any(name.startswith(f"{path}.") for path in self.policy.layer_lists) for name in names[parameter]]
             if not all(inside) and any(inside):
                 pair = names[parameter][inside.index(True)], names[parameter][inside.index(False)]
                 return [
@@ -371,24 +371,18 @@ class ModelSharder:
     def _of_parts(self) -> Iterator[nn.Parameter]:
         """Yield the parameters inside the layers whose gradients are of a part of each sequence."""
         if self.config.uses_ulysses or self._layer_sequence is not None:
-            for path in self._layer_lists:
+            for path in self.policy.layer_lists:
                 yield from self.model.get_submodule(path).parameters()
         else:
             for _, native, replacement in self.sub_modules():
                 if replacement.partial_gradient:
                     yield from native.parameters()
 
-    @cached_property
-    def _layer_lists(self) -> list[str]:
-        """The paths of the lists of layers."""
-        chain = () if self.policy.stages is None else self.policy.stages.chain
-        return [".".join(filter(None, (self.policy.base_path, each.layers))) for each in chain]
-
     def _layer_modules_with_parameters(self) -> list[str]:
         """Return the paths of modules inside the layers that have parameters of their own."""
         return [
             f"{path}.{index}.{inner}".rstrip(".")
-            for path in self._layer_lists
+            for path in self.policy.layer_lists
             for index, layer in self.model.get_submodule(path).named_children()
             for inner, module in layer.named_modules()
             if any(True for _ in module.parameters(recurse=False))
@@ -401,8 +395,7 @@ class ModelSharder:
         is_cut = self._cut is not None
         found = self._cut.held_layers() if is_cut else []
         for part in self.policy.parts[is_cut:]:
-            base = part.model.get_submodule(part.base_path)
-            found += [list(base.get_submodule(each.layers)) for each in (part.stages.chain if part.stages else ())]
+            found += [list(part.model.get_submodule(path)) for path in part.layer_lists]
         return found
 
     def _names_on_several_stages(self, groups: list[list[str]]) -> list[tuple[list[str], list[int]]]:

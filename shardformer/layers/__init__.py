@@ -1,10 +1,9 @@
 """Parallel layers."""
 
-from shardformer.layers.dropout import ParallelDropout, SharedDropout
 from shardformer.layers.embedding import HeadParallelEmbedding, VocabParallelEmbedding
 from shardformer.layers.linear import ColumnParallelLinear, MultiQueryLinear, RowParallelLinear, SharedInput
 from shardformer.layers.lm_head import GatheredLMHead, VocabParallelLMHead, parallel_logits
-from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm
+from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm, ParallelDropout
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.layers.state_space import GatedRMSNorm, StateSpaceProjection
 
@@ -19,7 +18,6 @@ __all__ = [
     "ParallelDropout",
     "ParallelModule",
     "RowParallelLinear",
-    "SharedDropout",
     "SharedInput",
     "StateSpaceProjection",
     "VocabParallelEmbedding",

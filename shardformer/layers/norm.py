@@ -1,4 +1,4 @@
-"""Normalization layers: fused kernels with equal results."""
+"""Normalization layers: fused kernels with equal results; and dropout with a random stream for each rank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardformer.distributed.blocks import rank_of_draws
+from shardformer.distributed.random import in_parallel_region
 from shardformer.layers.parallel_module import ParallelModule
 
 _log = logging.getLogger(__name__)
@@ -156,3 +158,26 @@ def _liger_rms_norm() -> Callable[[Tensor, Tensor, float, float], Tensor] | None
         return LigerRMSNormFunction.apply(x, weight, eps, offset, casting_mode, in_place)
 
     return rms_norm
+
+
+class ParallelDropout(ParallelModule):
+    """Dropout on sharded activations (heads, or a slice of the sequence): each rank draws its own mask."""
+
+    def __init__(self, p: float, rank: int, inplace: bool = False) -> None:
+        super().__init__()
+        self.p, self.rank, self.inplace = p, rank, inplace
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: ProcessGroup) -> ParallelDropout:
+        """Create the layer from `nn.Dropout`."""
+        return ParallelDropout(module.p, rank_of_draws(process_group), module.inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop elements of `x`, [batch, seq, hidden]."""
+        if not self.training or self.p == 0.0:
+            return x
+        return in_parallel_region(self.rank, F.dropout, x, self.p, True, self.inplace)
+
+    def extra_repr(self) -> str:
+        """Describe the layer for `repr`."""
+        return f"p={self.p}, rank={self.rank}"

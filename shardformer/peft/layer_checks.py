@@ -63,9 +63,7 @@ def check_layers(model: nn.Module, layers: Layers, config: ShardConfig, policy: 
 
 
 def _problems_of_stages(layers: Layers, policy: Policy) -> list[str]:
-    chain = policy.stages.chain if policy.stages is not None else []
-    lists = [".".join(filter(None, (policy.base_path, each.layers))) for each in chain]
-    around = [path for path in layers if any(f"{each}.".startswith(f"{path}.") for each in lists)]
+    around = [path for path in layers if any(f"{each}.".startswith(f"{path}.") for each in policy.layer_lists)]
     tokens = [path for path, layer in layers.items() if is_a(layer, "trainable tokens")]
     tied = [path for path in tokens if layers[path].token_adapter.tied_adapter is not None]
     return [

@@ -184,6 +184,11 @@ class Policy(ABC):
         return prefix if prefix and hasattr(self.model, prefix) else ""
 
     @property
+    def layer_lists(self) -> list[str]:
+        """Paths, in the model, of the lists of layers that stages are cut from; none if there are none."""
+        return [join(self.base_path, each.layers) for each in (self.stages.chain if self.stages is not None else ())]
+
+    @property
     def parts(self) -> Sequence[Policy]:
         """The policies of the models of transformers that the model has; stages are cut from the first."""
         return (self,)

@@ -28,7 +28,7 @@ from shardformer.policies.base import LAYERS_AT_RANDOM, Policy
 from shardformer.policies.registry import head_loss_of
 from shardformer.sequence_parallel.split_gather import count_whole_sequences, first_output
 from shardformer.shard_config import ShardConfig
-from shardformer.stages.stage import StageLayout, StagePlaceholder
+from shardformer.stages.stage import StagePlaceholder
 from shardformer.utils.forward_syntax import counts_positions
 
 _MASK = "attention_mask"
@@ -126,16 +126,12 @@ def _shared_twice(model: nn.Module, config: ShardConfig) -> str:
 
 def layers_of(model: nn.Module, policy: Policy) -> nn.ModuleList:
     """Return the list of layers whose sequences ranks share."""
-    return model.get_submodule(_path_of(policy, policy.stages))
+    return model.get_submodule(policy.layer_lists[0])
 
 
 def runner_of(model: nn.Module, policy: Policy) -> nn.Module:
     """Return the module around the list of layers, which calls them."""
-    return model.get_submodule(_path_of(policy, policy.stages).rpartition(".")[0])
-
-
-def _path_of(policy: Policy, layout: StageLayout) -> str:
-    return ".".join(filter(None, (policy.base_path, layout.layers)))
+    return model.get_submodule(policy.layer_lists[0].rpartition(".")[0])
 
 
 def _head_problems(policy: Policy, config: ShardConfig, way_out: str) -> list[str]:
@@ -187,7 +183,7 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
 
 def counting_reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
     """Yield why modules of the layers would count other positions than those of whole sequences."""
-    lists = [model.get_submodule(_path_of(policy, each)) for each in policy.stages.chain]
+    lists = [model.get_submodule(path) for path in policy.layer_lists]
     if any(counts_positions(type(module)) is None for layers in lists for module in layers.modules()):
         yield "whose layers count positions by the length of their input"
 
@@ -202,7 +198,7 @@ def _reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
 
     The innermost one, because heads may call it directly.
     """
-    path = _path_of(policy, policy.stages).split(".")[:-1]
+    path = policy.layer_lists[0].split(".")[:-1]
     around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
     asked = {"input_ids", "position_ids"}
     return next((each for each in around if asked <= inspect.signature(each.forward).parameters.keys()), None)

@@ -56,9 +56,8 @@ def layers_without_recomputation(model: nn.Module) -> list[nn.Module]:
     except ValueError:  # a model without policy has no lists that we know
         return []
     policy.set_model(model)
-    base, layout = model.get_submodule(policy.base_path), policy.stages
-    lists = [each.layers for each in layout.chain if has_module(base, each.layers)] if layout is not None else []
-    layers = [layer for path in lists for layer in base.get_submodule(path)]
+    lists = [path for path in policy.layer_lists if has_module(model, path)]
+    layers = [layer for path in lists for layer in model.get_submodule(path)]
     by_transformers = any(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
     # A second run would write the keys and values of a second pass into the cache.
     writes_cache = any(set(CACHE_NAMES) & set(inspect.signature(layer.forward).parameters) for layer in layers)

@@ -11,10 +11,17 @@ GATED_PARTS = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwi
 GATED = {f"mlp.{part}": style for part, style in GATED_PARTS.items()}
 
 
-def self_attention(output: str) -> dict[str, str]:
-    """Return the styles of q_proj, k_proj, v_proj and the output projection `output` of self_attn."""
-    return {**{f"self_attn.{part}_proj": "colwise" for part in "qkv"}, f"self_attn.{output}": "rowwise"}
+def attention(output: str, at: str = "self_attn") -> dict[str, str]:
+    """Return the styles of q_proj, k_proj, v_proj and the output projection `output` of the attention `at`."""
+    return {**{f"{at}.{part}_proj": "colwise" for part in "qkv"}, f"{at}.{output}": "rowwise"}
 
 
 # The layers of Llama.
-LLAMA = {**self_attention("o_proj"), **GATED}
+LLAMA = {**attention("o_proj"), **GATED}
+# The layers of BERT.
+BERT = {
+    **{f"self.{part}": "colwise" for part in ("query", "key", "value")},
+    "self.dropout": "dropout",
+    "output.dense": "rowwise",
+    "intermediate.dense": "colwise",
+}

@@ -17,18 +17,18 @@ from shardformer.loss.text import (
     masked_lm,
     words_and_answers,
 )
-from shardformer.policies.families import GATED, GATED_PARTS, LLAMA, self_attention
+from shardformer.policies.families import GATED, GATED_PARTS, LLAMA, attention
 from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.stages import ExecutionOrder
 from shardformer.stages.stage import IdentityPlaceholder, Received, ReceivedUnpadded, ZeroEmbedding
 
-_ATTENTION = self_attention("o_proj")
+_ATTENTION = attention("o_proj")
 _W123 = {"feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise"}
-_LFM2 = {**_W123, **self_attention("out_proj")}
+_LFM2 = {**_W123, **attention("out_proj")}
 _LFM3 = {**_W123, **_ATTENTION, "self_attn.g_proj": "colwise"}
 # The layers of a BART decoder without its encoder.
 _DECODER = {
-    **self_attention("out_proj"),
+    **attention("out_proj"),
     "fc1": "colwise",
     "fc2": "rowwise",
     "layers.*": "activation_dropout",
@@ -96,8 +96,7 @@ PLANS = {
     "bitnet": _VOCABULARY,
     "clvp": Plan(
         {
-            **{f"attn.{part}_proj": "colwise" for part in "qkv"},
-            "attn.out_proj": "rowwise",
+            **attention("out_proj", "attn"),
             "mlp.c_fc": "colwise",
             "mlp.c_proj": "rowwise",
         },
@@ -112,11 +111,11 @@ PLANS = {
         first={"vision_model": Received, "image_to_text_projection": Received},  # registered after the layers
         changes_shapes=True,
     ),
-    "kosmos2_5": Plan(self_attention("out_proj"), _DECODER_LOCAL),
+    "kosmos2_5": Plan(attention("out_proj"), _DECODER_LOCAL),
     "mamba": _VOCABULARY,
     "mamba2": _VOCABULARY,
     "mllama": Plan(
-        {**LLAMA, **{f"cross_attn.{part}_proj": "colwise" for part in "qkv"}, "cross_attn.o_proj": "rowwise"},
+        {**LLAMA, **attention("o_proj", "cross_attn")},
         {name: ("num_heads", "num_key_value_heads") for name in ("self_attn", "cross_attn")},
         first={"multi_modal_projector": IdentityPlaceholder},  # registered after the layers
         optional_layers="cross_attention_layers",  # to images
@@ -296,10 +295,7 @@ PLANS = {
     ),
     "modernbert_decoder": Plan(
         {
-            "attn.q_proj": "colwise",
-            "attn.k_proj": "colwise",
-            "attn.v_proj": "colwise",
-            "attn.Wo": "rowwise",
+            **attention("Wo", "attn"),
             "mlp.Wi": "packed_colwise",
             "mlp.drop": "dropout",
             "mlp.Wo": "rowwise",

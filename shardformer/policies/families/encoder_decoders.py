@@ -12,7 +12,7 @@ from shardformer.attention.own_attention import MvpRegistryAttention
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, own_loss
 from shardformer.loss.text import masked_lm, streams_of_tokens
 from shardformer.policies.base import Policy
-from shardformer.policies.families import GATED, self_attention
+from shardformer.policies.families import BERT, GATED, attention
 from shardformer.policies.module_edits import drop_behind_activation
 from shardformer.policies.plans.plan import Plan
 from shardformer.policies.rules import GATHERS, Entry, TablePolicy, local, own, projections, rules, variant
@@ -265,9 +265,7 @@ UMT5Policy = variant(T5Policy, "umt5", "UMT5", shares_biases=False)  # every lay
 
 _TOWERS = ("encoder.layers", "decoder.layers")
 _ATTENTIONS = ("self_attn", "encoder_attn", "cross_attention")
-_QKV = {f"{name}.{part}_proj": "colwise" for name in _ATTENTIONS for part in "qkv"} | {
-    f"{name}.out_proj": "rowwise" for name in _ATTENTIONS
-}
+_QKV = {path: style for name in _ATTENTIONS for path, style in attention("out_proj", name).items()}
 _FEED_FORWARD = {"fc1": "colwise", "fc2": "rowwise", "ffn.dropout": "dropout", "layers.*": "activation_dropout"}
 _STYLES = {**_QKV, **_FEED_FORWARD}
 _LOCAL = dict.fromkeys(_ATTENTIONS, ("num_heads", "embed_dim"))
@@ -314,13 +312,8 @@ _ROUTER = {"router.classifier": "skips_idle_casts"}
 _VISION = {"vision_tower": UnreachablePlaceholder, "multi_modal_projector": UnreachablePlaceholder}
 
 _COUNTS = ("num_heads", "num_key_value_heads", "embed_dim", "hidden_size")
-_OUT = {**self_attention("out_proj"), "fc1": "colwise", "fc2": "rowwise", "layers.*": "activation_dropout"}
-_CROSS = {f"encoder_attn.{part}_proj": "colwise" for part in "qkv"} | {"encoder_attn.out_proj": "rowwise"}
-_BERT = {f"self.{part}": "colwise" for part in ("query", "key", "value")} | {
-    "self.dropout": "dropout",
-    "output.dense": "rowwise",
-    "intermediate.dense": "colwise",
-}
+_OUT = {**attention("out_proj"), "fc1": "colwise", "fc2": "rowwise", "layers.*": "activation_dropout"}
+_CROSS = attention("out_proj", "encoder_attn")
 # Attention reads the number of heads of the configuration, so it is replicated.
 _MOONSHINE = Plan(
     {"encoder.layers.*.mlp.fc1": "colwise", "decoder.layers.*.mlp.fc1": "packed_colwise", "mlp.fc2": "rowwise"},
@@ -409,14 +402,14 @@ PLANS = {
     "t5gemma": Plan(None, towers=_TOWERS, last=("encoder.norm", "decoder.norm")),
     "speech_to_text": Plan(_STYLES, _LOCAL, towers=_TOWERS, first={"encoder.conv": Received}),
     "dia": Plan(
-        {f"{name}.{part}_proj": "colwise" for name in ("self_attention", "cross_attention") for part in "qkv"}
-        | {f"{name}.o_proj": "rowwise" for name in ("self_attention", "cross_attention")}
+        attention("o_proj", "self_attention")
+        | attention("o_proj", "cross_attention")
         | {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"},
         dict.fromkeys(("self_attention", "cross_attention"), _COUNTS),
         pipelined=False,
     ),
     "git": Plan(
-        {**_BERT, **_OUT},
+        {**BERT, **_OUT},
         {"self": ("num_attention_heads", "all_head_size"), "self_attn": ("num_heads", "embed_dim")},
         pipelined=False,  # the head reads a number of the first layer
     ),
@@ -444,9 +437,8 @@ PLANS = {
     ),
     "speecht5": Plan(
         {
-            **{f"{name}.{part}_proj": "colwise" for name in ("attention", "self_attn") for part in "qkv"},
-            "attention.out_proj": "rowwise",
-            "self_attn.out_proj": "rowwise",
+            **attention("out_proj", "attention"),
+            **attention("out_proj"),
             "embed_positions.pe_k": "replicated_with_grad_allreduce",
             "feed_forward.intermediate_dense": "colwise",
             "feed_forward.intermediate_dropout": "dropout",

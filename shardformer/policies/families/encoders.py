@@ -23,7 +23,7 @@ from shardformer.loss.text import (
     replaced_tokens,
 )
 from shardformer.policies.base import ModulePolicyDescription, Policy
-from shardformer.policies.families import GATED, LLAMA
+from shardformer.policies.families import BERT, GATED, LLAMA
 from shardformer.policies.plans.plan import Plan
 from shardformer.policies.rules import GATHERS, HEADS, TablePolicy, described, local, rules, variant
 from shardformer.sequence_parallel.split_gather import run_whole
@@ -369,16 +369,8 @@ class ReceivedUnscaled(Received):
         return self.stage_input.dummy(), None
 
 
-_BERT_STYLES = {
-    "self.query": "colwise",
-    "self.key": "colwise",
-    "self.value": "colwise",
-    "self.dropout": "dropout",
-    "output.dense": "rowwise",
-    "intermediate.dense": "colwise",
-}
 _BERT_LOCAL = {"self": ("num_attention_heads", "all_head_size")}
-_BERT = Plan(_BERT_STYLES, _BERT_LOCAL)
+_BERT = Plan(BERT, _BERT_LOCAL)
 # Attention is replicated if heads are mixed before they are concatenated.
 _FEED_FORWARD = Plan(
     {"intermediate.dense": "colwise", "output.dense": "rowwise", "attention.output.dense": "replicate"}
@@ -428,10 +420,10 @@ PLANS = {
         needs={"quant_mode": False},
         cut_vocabulary=False,
     ),
-    "big_bird": Plan(_BERT_STYLES, _BERT_LOCAL, needs={"attention_type": "original_full"}),
+    "big_bird": Plan(BERT, _BERT_LOCAL, needs={"attention_type": "original_full"}),
     # Every head adds products with the embedding of the distances between boxes, so its gradient is partial.
     "bros": Plan(
-        {**_BERT_STYLES, "bbox_projection": "replicated_with_grad_allreduce"},
+        {**BERT, "bbox_projection": "replicated_with_grad_allreduce"},
         _BERT_LOCAL,
         every=("bbox_embeddings",),
         head_losses={
@@ -441,7 +433,7 @@ PLANS = {
         },
     ),
     "canine": Plan(
-        _BERT_STYLES,
+        BERT,
         _BERT_LOCAL,
         layers="encoder.layer",
         kept_outputs={"initial_char_encoder": 1},  # characters are read again after the layers
@@ -450,7 +442,7 @@ PLANS = {
     "convbert": _FEED_FORWARD,
     # Query, key and value of a head are contiguous.
     "deberta": Plan(
-        {**_BERT_STYLES, "self.in_proj": "colwise", "self.pos_proj": "colwise", "self.pos_q_proj": "colwise"}
+        {**BERT, "self.in_proj": "colwise", "self.pos_proj": "colwise", "self.pos_q_proj": "colwise"}
         | {"self.q_bias": "colwise", "self.v_bias": "colwise"}
         | dict.fromkeys(("self.head_logits_proj", "self.head_weights_proj"), "gathered"),
         _BERT_LOCAL,
@@ -459,7 +451,7 @@ PLANS = {
         last=lambda model: ("embeddings.word_embeddings",) if hasattr(model, "lm_predictions") else (),
         cut_vocabulary=lambda model: not hasattr(model, "lm_predictions"),
     ),
-    "esm": Plan(_BERT_STYLES, _BERT_LOCAL, whole_logits=True),
+    "esm": Plan(BERT, _BERT_LOCAL, whole_logits=True),
     "flaubert": Plan(
         **_XLM,
         needs={"pre_norm": False, "layerdrop": 0.0},
@@ -480,7 +472,7 @@ PLANS = {
     "jina_embeddings_v3": Plan({**LLAMA, "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}),
     "layoutlmv3": Plan(
         {
-            **_BERT_STYLES,
+            **BERT,
             "attention.self": "local_biases",
             **dict.fromkeys(_PAGE_BIASES, "replicated_with_grad_allreduce"),
         },
@@ -488,7 +480,7 @@ PLANS = {
         every=_PAGE_BIASES,
     ),
     "lilt": Plan(
-        {**_BERT_STYLES, "self.layout_query": "colwise", "self.layout_key": "colwise", "self.layout_value": "colwise"}
+        {**BERT, "self.layout_query": "colwise", "self.layout_key": "colwise", "self.layout_value": "colwise"}
         | {"layout_output.dense": "rowwise", "layout_intermediate.dense": "colwise"},
         _BERT_LOCAL,
         carried_inputs=("layout_inputs",),
@@ -497,7 +489,7 @@ PLANS = {
     "longformer": _FEED_FORWARD,
     "luke": Plan(
         # Word and entity queries have separate projections for word and entity keys.
-        {**_BERT_STYLES, **dict.fromkeys(("self.w2e_query", "self.e2w_query", "self.e2e_query"), "colwise")},
+        {**BERT, **dict.fromkeys(("self.w2e_query", "self.e2w_query", "self.e2e_query"), "colwise")},
         _BERT_LOCAL,
         first={"entity_embeddings": Received},
         carried_inputs=("entity_hidden_states",),
@@ -506,18 +498,18 @@ PLANS = {
     "markuplm": _BERT,
     "megatron_bert": _BERT,
     # The head concatenates two weights into one product.
-    "mobilebert": Plan(_BERT_STYLES, _BERT_LOCAL, cut_vocabulary=False),
+    "mobilebert": Plan(BERT, _BERT_LOCAL, cut_vocabulary=False),
     "modernbert": _MODERN,
     "modernvbert": replace(_MODERN, first={"text_model.embeddings": ReceivedTokens}),
     "mra": replace(_BERT, head_losses={"MraForTokenClassification": classes_of_tokens}),
     "nomic_bert": _LLAMA,
     "nystromformer": Plan(
-        {**_BERT_STYLES, "self.conv.weight": "first_dim"},
+        {**BERT, "self.conv.weight": "first_dim"},
         {**_BERT_LOCAL, "self.conv": ("groups", "in_channels", "out_channels")},
     ),
     "rembert": _BERT,
     "roc_bert": replace(_BERT, head_losses={"RoCBertForPreTraining": own_loss}),
-    "roformer": Plan(_BERT_STYLES, _BERT_LOCAL, every=("encoder.embed_positions",)),
+    "roformer": Plan(BERT, _BERT_LOCAL, every=("encoder.embed_positions",)),
     "squeezebert": Plan({}, changes_shapes=True, calls_forward=True),  # its projections are grouped convolutions
     "tapas": replace(_BERT, head_losses={"TapasForQuestionAnswering": own_loss}),
     "visual_bert": replace(

@@ -276,8 +276,7 @@ class PlanPolicy(Policy):
         return divides_sequences(type(self.model), way)
 
     def _layer_lists(self) -> list[list[nn.Module]]:
-        chain = () if self.stages is None else self.stages.chain
-        return [list(self.model.get_submodule(layout.layers)) for layout in chain]
+        return [list(self.model.get_submodule(path)) for path in self.layer_lists]
 
     def _only_layers(self) -> list[nn.Module]:
         """Return the layers; none if the plan does not tell what they do, or attention is outside the layer list."""

@@ -12,7 +12,7 @@ _COMPLETION = "zoo_tests/shardformer/policies/test_completion.py"
 _TOWERS = "zoo_tests/parity/test_plans.py::test_towers_of_images_and_sounds_are_divided"
 _LEFT_WHOLE = "zoo_tests/parity/test_plans.py::test_what_a_plan_of_transformers_leaves_whole_is_divided"
 _SWITCHES = "zoo_tests/parity/test_plans.py::test_parts_that_a_switch_adds"
-_FEATURES = "zoo_tests/shardformer/policies/test_feature_statistics.py"
+_FEATURES = "zoo_tests/shardformer/policies/test_module_edits.py"
 _ORDER = "zoo_tests/shardformer/policies/test_execution_order.py"
 
 EDITS_OF_PLANS: dict[str, Edit] = {
@@ -179,9 +179,7 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         "shardformer.policies.module_edits",
         "reduce_from_region(args[0].clone(), group)",
         "args[0].clone()",
-        (
-            "zoo_tests/shardformer/policies/test_normed_experts.py::test_the_norm_of_an_expert_reads_whole_outputs[eager]",
-        ),
+        ("zoo_tests/shardformer/policies/test_module_edits.py::test_the_norm_of_an_expert_reads_whole_outputs[eager]",),
     ),
     "each rank adds the whole bias of experts": Edit(
         "shardformer.policies.module_edits",

@@ -1,7 +1,7 @@
 """Dropout: one mask for all ranks where activations are replicated, a mask a rank where they are cut.
 
 What breaks here first: a stream that the ranks no longer share after one of them drew more numbers. Look in
-`shardformer/distributed/random.py` and `shardformer/layers/dropout.py`.
+`shardformer/distributed/random.py` and `shardformer/layers/norm.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.distributed.random import SharedStream, draw_per_rank
-from shardformer.layers import ParallelDropout, SharedDropout
+from shardformer.layers import ParallelDropout
 from zoo_tests.harness.ranks import distributed
 
 
@@ -29,10 +29,9 @@ def _all_equal(x: Tensor) -> bool:
     return all(torch.equal(x, other) for other in _of_all_ranks(x))
 
 
-def _layers() -> tuple[SharedDropout, ParallelDropout]:
-    return tuple(
-        kind.from_native_module(nn.Dropout(0.5), dist.group.WORLD) for kind in (SharedDropout, ParallelDropout)
-    )
+def _layers() -> tuple[nn.Dropout, ParallelDropout]:
+    shared = nn.Dropout(0.5)
+    return shared, ParallelDropout.from_native_module(shared, dist.group.WORLD)
 
 
 @distributed(4)

@@ -1,24 +1,78 @@
-"""Feed-forwards that take a function of all features between their columns and rows, cut over ranks.
+"""Changes that a rank's part of experts and of feed-forwards needs, against whole ones.
 
 What fails here first: the statistics of Gemma 3n's sparse activation over uneven shares, and of a token whose features
-are all equal; and a plan that cuts what a rank cannot compute from its own features.
+are all equal; a plan that cuts what a rank cannot compute from its own features; norms behind experts (Muse Spark); and
+the grouped matmul, which needs rows of whole 16 bytes.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import GraniteConfig, GraniteForCausalLM
+from transformers import GraniteConfig, GraniteForCausalLM, MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer.policies.feature_counts import functions_of_all_features
-from shardformer.policies.module_edits import mean_and_deviation
+from shardformer.policies.module_edits import (
+    mean_and_deviation,
+    shard_own_parameter,
+    share_expert_inputs,
+    share_input_of_normed_experts,
+)
 from zoo_tests.harness.ranks import distributed
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+@pytest.mark.parametrize(("features", "is_aligned"), [(16, True), (24, False), (32, True)])
+def test_rows_that_are_aligned_in_fp32_alone_run_one_by_one(features: int, is_aligned: bool) -> None:
+    """Half of 24 features are 48 bytes in fp32, and 24 after the weights are rounded to 16 bits."""
+    config = MixtralConfig(hidden_size=32, intermediate_size=features, num_local_experts=2)
+    config._experts_implementation = "grouped_mm"
+    experts = MixtralExperts(config)
+    share_expert_inputs(experts, dist.group.WORLD)
+    assert experts.config._experts_implementation == ("grouped_mm" if is_aligned else "eager")
+    assert config._experts_implementation == "grouped_mm", "other modules share it"
+
+
+@pytest.mark.skipif(find_spec("transformers.models.muse_spark") is None, reason="transformers before 5.20")
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@distributed(2)
+def test_the_norm_of_an_expert_reads_whole_outputs(implementation: str) -> None:
+    family = importlib.import_module("transformers.models.muse_spark")
+    config = family.MuseSparkTextConfig(num_local_experts=3, moe_hidden_size=8, moe_intermediate_size=16)
+    config._experts_implementation = implementation
+    torch.manual_seed(0)
+    native = family.modeling_muse_spark.MuseSparkExperts(config)
+    for parameter in native.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    cut, group = copy.deepcopy(native), dist.group.WORLD
+    shard_own_parameter(cut, name="gate_up_proj", from_end=2, num_parts=2, group=group)
+    shard_own_parameter(cut, name="down_proj", from_end=1, num_parts=1, group=group)
+    share_input_of_normed_experts(cut, group)
+
+    index = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0]])
+    found = []
+    for experts in (native, cut):
+        hidden, weights = (torch.linspace(-1, 2, 5 * size).reshape(5, size).requires_grad_() for size in (8, 2))
+        output = experts(hidden, index, weights)
+        output.square().sum().backward()
+        found.append((output, hidden.grad, weights.grad, experts.post_expert_norm.weight.grad))
+    for plain, sharded in zip(*found, strict=True):
+        torch.testing.assert_close(sharded, plain, rtol=1e-4, atol=1e-4)
+    for name in ("gate_up_proj", "down_proj"):
+        spec = cut.get_parameter(name).shard_spec
+        torch.testing.assert_close(
+            cut.get_parameter(name).grad, spec.shard(native.get_parameter(name).grad), rtol=1e-4, atol=1e-4
+        )
 
 
 @distributed(2)
