@@ -344,37 +344,21 @@ class Booster:
         given = (*objects, *named.values())
         kinds = ["_" if value is None else _kind(value, call) for value in given]
         _check_targets(call, kinds)
-        made = self._configure(call, prepare, [value for value in given if value is not None])
-        results = tuple(None if value is None else made[id(value)] for value in given)
-        return results[0] if len(results) == 1 else results
-
-    def _configure(
-        self, call: str, prepare: Callable[[TrainingObjects], TrainingObjects], given: list[Any]
-    ) -> dict[int, Any]:
-        """Prepare the objects together; return a map from the id of each given object to the new one."""
-        kinds: dict[str, list[Any]] = {
-            "model": [],
-            "optimizer": [],
-            "lr_scheduler": [],
-            "dataloader": [],
-            "criterion": [],
-        }
-        for value in given:
-            kinds[_kind(value, call)].append(value)
-        for kind in ("model", "criterion"):
-            if len(kinds[kind]) > 1:
-                raise ConfigurationError(f"{call}() got {len(kinds[kind])} objects of the kind '{kind}'; give one")
-        model = kinds["model"][0] if kinds["model"] else None
-        self._criterion = kinds["criterion"][0] if kinds["criterion"] else self._criterion
-        boosted = prepare(
-            TrainingObjects(model, kinds["optimizer"], kinds["lr_scheduler"], kinds["dataloader"], self._criterion)
-        )
+        of_kind = {kind: [value for value, its in zip(given, kinds, strict=True) if its == kind] for kind in _KEYWORDS}
+        models, optimizers, criteria, dataloaders, lr_schedulers = of_kind.values()
+        for kind, found in (("model", models), ("criterion", criteria)):
+            if len(found) > 1:
+                raise ConfigurationError(f"{call}() got {len(found)} objects of the kind '{kind}'; give one")
+        self._criterion = criteria[0] if criteria else self._criterion
+        model = models[0] if models else None
+        boosted = prepare(TrainingObjects(model, optimizers, lr_schedulers, dataloaders, self._criterion))
         if boosted.optimizers:
             self._profile_if_asked(boosted)
-        after = [boosted.model, *boosted.optimizers, *boosted.lr_schedulers, *boosted.dataloaders]
-        before = [model, *kinds["optimizer"], *kinds["lr_scheduler"], *kinds["dataloader"]]
-        by_id = {id(old): new for old, new in zip(before, after, strict=True) if old is not None}
-        return by_id | {id(criterion): criterion for criterion in kinds["criterion"]}
+        before = [model, *optimizers, *lr_schedulers, *dataloaders, *criteria]
+        after = [boosted.model, *boosted.optimizers, *boosted.lr_schedulers, *boosted.dataloaders, *criteria]
+        made = {id(old): new for old, new in zip(before, after, strict=True)} | {id(None): None}
+        results = tuple(made[id(value)] for value in given)
+        return results[0] if len(results) == 1 else results
 
     @staticmethod
     def _profile_if_asked(boosted: TrainingObjects) -> None:
@@ -382,7 +366,7 @@ class Booster:
         request = take_profile_request()
         if request is not None:
             # Imported here: torch's profiler is no part of training.
-            from booster.profiling.steps import StepProfile
+            from booster.profiling import StepProfile
 
             StepProfile(*request, boosted.model).begin(boosted.optimizers[0])
 

@@ -10,10 +10,11 @@ import os
 import platform
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from typing import Any
 
 from booster.cli.command_parser import CommandParser, prints_json, write_json
+from booster.cli.front import version_of
 from booster.launch import place_from_environment
 
 ENTRY_POINT_GROUP = "booster.checks"
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
         if options.json is not None:
             report = {each.key: each.rows if each.values is None else each.values for each in sections}
             write_json(report, options.json)
-    return 1 if any(_version(name) is None for name in _REQUIRED) else 0
+    return 1 if any(version_of(name) is None for name in _REQUIRED) else 0
 
 
 def parser() -> CommandParser:
@@ -80,8 +81,8 @@ def _print(sections: list[Section]) -> None:
 
 
 def _versions() -> Section:
-    found = {"hybrid-booster": _version("hybrid-booster"), "python": platform.python_version()}
-    found |= {name: _version(name) for name in _REQUIRED}
+    found = {"hybrid-booster": version_of("hybrid-booster"), "python": platform.python_version()}
+    found |= {name: version_of(name) for name in _REQUIRED}
     return Section("versions", "Versions", {name: number or "missing" for name, number in found.items()}, found)
 
 
@@ -114,10 +115,3 @@ def _plugins() -> Section:
     found = available_plugins()
     rows = {name: "installed" for name in found} or {"none": "install the project: pip install -e ."}
     return Section("plugins", "Plugins", rows, found)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

@@ -76,22 +76,20 @@ def parser() -> CommandParser:
 
 def commands() -> dict[str, tuple[str | None, str]]:
     """Return the commands, including those of installed plugins: name -> module and help line."""
-    found = {entry.name: (None, f"from {entry.value.partition('.')[0]}") for entry in _entry_points()}
+    installed = entry_points(group=ENTRY_POINT_GROUP)
+    found = {entry.name: (None, f"from {entry.value.partition('.')[0]}") for entry in installed}
     return COMMANDS | {name: command for name, command in found.items() if name not in COMMANDS}
 
 
 def versions() -> dict[str, str | None]:
     """Return the versions of this package and of what it stands on; None for what is not installed."""
-    found = {"booster": _version("hybrid-booster")}
-    found |= {name: _version(name) for name in ("torch", "transformers")}
+    found = {"booster": version_of("hybrid-booster")}
+    found |= {name: version_of(name) for name in ("torch", "transformers")}
     return found | {"python": platform.python_version()}
 
 
-def _entry_points() -> Sequence:
-    return entry_points(group=ENTRY_POINT_GROUP)
-
-
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None without it."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -3,15 +3,13 @@
 It runs torchrun (elastic agent, rendezvous, restarts), with three differences: the arguments are checked before
 anything starts, the agent prints no report in addition to a failing rank's own, and Ctrl-C ends all ranks in seconds.
 
-End of an agent that waits for a rendezvous which it cannot reach any more.
-
-When a job fails, torchrun's agent says so in the rendezvous. On a machine that is cut off, that waits for minutes.
-
-What torchrun's c10d rendezvous reads from the host's name, read from the network instead.
+When a job fails, torchrun's agent says so in the rendezvous. On a machine that is cut off, that waits for minutes, so
+that the agent is ended here (`end_after_report`).
 
 torchrun starts the store on the machine whose name stands for the address of `--rdzv-endpoint`, and tells the ranks the
 name of the first machine. With Debian's `127.0.1.1 node1` in /etc/hosts no machine starts the store, and with a name
-that only its own machine knows, no other machine finds rank 0.
+that only its own machine knows, no other machine finds rank 0. So both are read from the network instead
+(`complete_rendezvous`).
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ from booster.elastic.command import add_options, is_elastic, run_elastic
 from booster.errors import ConfigurationError
 from booster.extensions import hidden_beside
 from booster.failure.failure_report import REPORT_VARIABLE
-from booster.failure.wait_status import STATUS_VARIABLE, note_children
+from booster.failure.peers import STATUS_VARIABLE, note_children
 from booster.launch import PROFILE_FOLDER, PROFILE_STEPS
 from booster.network import address_towards, addresses_of, first_address, is_held, is_loopback
 from booster.plugin import plugin_class
-from booster.profiling.report import JobProfile
+from booster.profiling import JobProfile
 from booster.takeover import VARIABLE as LAYOUT_VARIABLE
 
 _BACKEND = "c10d"

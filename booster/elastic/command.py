@@ -19,10 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from booster.elastic.agent import Agent
-from booster.elastic.leader import Limits
-from booster.elastic.local_ranks import LocalRanks, MachineMemory
-from booster.elastic.rendezvous import SECRET_VARIABLE, Endpoint, Rendezvous
+from booster.elastic.agent import Agent, LocalRanks, MachineMemory
+from booster.elastic.rendezvous import SECRET_VARIABLE, Endpoint, Limits, Rendezvous
 from booster.errors import ConfigurationError
 
 _OURS = ("booster", "plugins", "shardformer")

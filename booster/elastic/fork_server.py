@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from booster.failure.wait_status import note_status
+from booster.failure.peers import note_status
 
 _PR_SET_PDEATHSIG = 1
 _BASE = ("torch", "torch.distributed", "numpy")

@@ -1,10 +1,8 @@
 """What a rank of an elastic job knows of it, and what ranks and their agent tell each other through files.
 
-A name for each round of an elastic job, which all of its ranks have and no earlier round had.
-
-torchrun keeps one store for all rounds of a job, with the keys of ranks that are gone. `TORCHELASTIC_RESTART_COUNT`
-does not tell rounds apart: an agent counts the failures of its own ranks alone, and machines that join or leave are no
-failures at all.
+A round has a name (`agree_on_round`) that all of its ranks have and no earlier round had: torchrun keeps one store for
+all rounds of a job, with the keys of ranks that are gone. `TORCHELASTIC_RESTART_COUNT` does not tell rounds apart: an
+agent counts the failures of its own ranks alone, and machines that join or leave are no failures at all.
 """
 
 from __future__ import annotations

@@ -128,22 +128,21 @@ class DesyncDetector:
 
     def look_into(self, store: dist.Store) -> DesyncReport:
         """Query all ranks about a failed exchange; return an empty report if another rank leads an inquiry already."""
-        if not self._takes_lead(store):
+        answers = self._inquire(store)
+        if answers is None:
             return DesyncReport()
-        snapshots, silent = self._ask_all(store)
-        store.set(_LEADER, "")
+        snapshots, silent = answers
         where = places([one for one in snapshots if one.rank != self.rank])
         # A lost rank explains by itself why the ranks that depend on it are behind the others.
         return DesyncReport(None if silent else diagnose_mismatch(snapshots), tuple(silent), where)
 
     def others_wait(self, store: dist.Store) -> bool:
         """Return whether all other ranks wait for something, or have ended."""
-        if not self._takes_lead(store):
-            return False
-        snapshots, silent = self._ask_all(store)
-        store.set(_LEADER, "")
-        others = (one for one in snapshots if one.rank != self.rank)
-        return not silent and all(one.ended or one.blocked_s >= self._standstill_s for one in others)
+        answers = self._inquire(store)
+        return answers is not None and self._all_wait([one for one in answers[0] if one.rank != self.rank], answers[1])
+
+    def _all_wait(self, snapshots: list[RankSnapshot], silent: list[int]) -> bool:
+        return not silent and all(one.ended or one.blocked_s >= self._standstill_s for one in snapshots)
 
     # ----- standstill -----
 
@@ -154,13 +153,9 @@ class DesyncDetector:
         self._counted_as_blocked = blocked
         everyone = blocked and store.add(_BLOCKED, 0) >= self.world_size
         self._all_blocked_looks = self._all_blocked_looks + 1 if everyone else 0
-        if self._all_blocked_looks < 2 or not self._takes_lead(store):
-            return
-        snapshots, silent = self._ask_all(store)
-        store.set(_LEADER, "")
-        still = not silent and all(one.ended or one.blocked_s >= self._standstill_s for one in snapshots)
-        if still and _may_be_reported(snapshots, self.one_machine):
-            self._report(diagnose_standstill(snapshots))
+        answers = None if self._all_blocked_looks < 2 else self._inquire(store)
+        if answers is not None and self._all_wait(*answers) and _may_be_reported(answers[0], self.one_machine):
+            self._report(diagnose_standstill(answers[0]))
 
     def _standstill_limit(self) -> float:
         """Return how many seconds this rank must have been blocked in its wait."""
@@ -186,9 +181,8 @@ class DesyncDetector:
         counts = self._counts(store)
         if counts:
             differing = compare_counts(counts, self._incomparable)
-            if differing and self._takes_lead(store):
-                snapshots, silent = self._ask_all(store)
-                store.set(_LEADER, "")
+            if differing and (answers := self._inquire(store)) is not None:
+                snapshots, silent = answers
                 failure = None if silent else diagnose_counts(self._probed, differing, snapshots, counts)
                 if failure is not None:
                     self._report(failure)
@@ -213,12 +207,14 @@ class DesyncDetector:
 
     # ----- asking -----
 
-    def _takes_lead(self, store: dist.Store) -> bool:
-        """Try to become the rank that leads an inquiry; only one rank leads at a time."""
-        return store.compare_set(_LEADER, "", str(self.rank)) == str(self.rank).encode()
+    def _inquire(self, store: dist.Store) -> tuple[list[RankSnapshot], list[int]] | None:
+        """Ask all ranks; return None if another rank does already, as only one leads an inquiry at a time.
 
-    def _ask_all(self, store: dist.Store) -> tuple[list[RankSnapshot], list[int]]:
-        """Return the snapshots in rank order, and the ranks that are not known to be dead but did not answer."""
+        Returns:
+            The snapshots in rank order, and the ranks that are not known to be dead but did not answer.
+        """
+        if store.compare_set(_LEADER, "", str(self.rank)) != str(self.rank).encode():
+            return None
         number = store.add(_INQUIRY, 1)
         self._answer(store, number)
         missing, found = set(range(self.world_size)) - self.dead.keys(), {}
@@ -230,6 +226,7 @@ class DesyncDetector:
                         found[rank] = RankSnapshot.of_json(json.loads(store.get(key)))
                         missing.discard(rank)
             time.sleep(_WAIT_STEP_S)
+        store.set(_LEADER, "")
         return [found[rank] for rank in sorted(found)], sorted(missing)
 
     def _answer(self, store: dist.Store, number: int) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from booster.failure.collective_counts import GroupRecord
 from booster.failure.failure_report import Failure, ranks_text
+from booster.failure.operation_log import GroupRecord
 
 Answer = TypeVar("Answer", bound=Hashable)
 

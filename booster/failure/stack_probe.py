@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from booster.failure.collective_counts import RecordedOperation, outstanding_on_device
+from booster.failure.operation_log import RecordedOperation, outstanding_on_device
 
 _TORCH = f"{os.sep}torch{os.sep}"
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"

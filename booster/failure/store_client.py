@@ -2,10 +2,8 @@
 
 A store that hangs (its process is stopped) must not block the monitoring of the processes of this machine.
 
-Requests of rank 0 to the others, answered by a thread while their scripts wait elsewhere or have ended.
-
 A script saves on the main process alone, as it does where each process has the whole model. The parts of the others are
-then needed, though they take no part in the call.
+then needed (`Requests`): a thread answers while their scripts wait elsewhere or have ended.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh
 from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
-from plugins.hybrid_parallel.guards import check_boosted_model, check_boosted_optimizer
+from plugins.hybrid_parallel.guards import check_boosted, check_boosted_optimizer
 from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
 from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
 from shardformer.attention import log_once
@@ -242,9 +242,8 @@ class HybridParallelPlugin(Plugin):
         """Run one batch through the pipeline."""
         from plugins.hybrid_parallel.step.execute_pipeline import run_batch
 
-        check_boosted_model(model)
+        check_boosted({"model": model, "optimizer": optimizer})
         if optimizer is not None:
-            check_boosted_optimizer(optimizer)
             if optimizer not in model.optimizers:
                 raise ConfigurationError(
                     f"the {type(optimizer.unwrap()).__name__} was boosted with another model; give the optimizer that "
@@ -270,17 +269,13 @@ class HybridParallelPlugin(Plugin):
     @contextmanager
     def no_sync(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Accumulate gradients without reducing them (ZeRO stage 2: as shards); the first `backward` after it does."""
-        check_boosted_model(model)
-        if optimizer is not None:
-            check_boosted_optimizer(optimizer)
+        check_boosted({"model": model, "optimizer": optimizer})
         with model.no_sync():
             yield
 
     def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Compare the state that ranks must share; without `optimizer`, for all optimizers of the model."""
-        check_boosted_model(model)
-        if optimizer is not None:
-            check_boosted_optimizer(optimizer)
+        check_boosted({"model": model, "optimizer": optimizer})
         model.synchrony.run(model.optimizers if optimizer is None else [optimizer])
 
     def verify(self, model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], **options: Any) -> Any:

@@ -22,8 +22,7 @@ from booster.errors import ConfigurationError
 from booster.plugin import Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.state.async_save import Staging
-from plugins.hybrid_parallel.checkpoint.state.dcp_storage import describe_tensors
-from plugins.hybrid_parallel.checkpoint.state.exchange import read_from_ranks
+from plugins.hybrid_parallel.checkpoint.state.dcp_storage import describe_tensors, read_from_ranks
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
 from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earlier_stages
 from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, manifest_of, restore, take_snapshot

@@ -15,11 +15,11 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.cli.arguments import (
     count,
     given,
+    model_builder,
     refuse_bad_places,
     refuse_unused,
     refuse_without_pipeline,
 )
-from plugins.hybrid_parallel.cli.models import model_builder
 from plugins.hybrid_parallel.config.compute import PRECISIONS
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.inspect.schedule_report import to_json, to_text, write_trace

@@ -17,8 +17,7 @@ from torch import nn
 
 from booster.cli.command_parser import CommandParser, prints_json, write_json
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.cli.arguments import count, refuse_bad_places
-from plugins.hybrid_parallel.cli.models import adapter_config, model_builder, model_of
+from plugins.hybrid_parallel.cli.arguments import adapter_config, count, model_builder, model_of, refuse_bad_places
 from plugins.hybrid_parallel.config.compute import PRECISIONS
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.config.zero import CPU

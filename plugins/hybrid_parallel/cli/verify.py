@@ -20,10 +20,10 @@ from plugins.hybrid_parallel.cli.arguments import (
     add_layout,
     count,
     layout_options,
+    model_of,
     refuse_bad_places,
     refuse_without_pipeline,
 )
-from plugins.hybrid_parallel.cli.models import model_of
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, allowed
 from plugins.hybrid_parallel.verify.compare import to_text as verdict_to_text

@@ -28,8 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from booster.data import PackingCollator
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import without_rows
-from plugins.hybrid_parallel.data.random_draws import ReplicaCollate, generators_of
-from plugins.hybrid_parallel.data.random_stream import LoadingStream, OrderStream
+from plugins.hybrid_parallel.data.random_stream import LoadingStream, OrderStream, ReplicaCollate, generators_of
 from plugins.hybrid_parallel.data.sharded_sampler import (
     STAND_INS,
     CollateShare,

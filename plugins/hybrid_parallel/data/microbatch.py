@@ -1,9 +1,8 @@
 """Splitting of a batch into micro-batches, and how many there are.
 
-Micro-batches of a batch that is one row of packed documents: the row is cut where documents start.
-
-Such a batch cannot be cut along its samples. Its documents do not see each other, so that the parts between them give
-the same outputs, and the sums of the losses of the parts are the sum of the row if no label crosses a cut.
+A batch that is one row of packed documents cannot be cut along its samples. It is cut where documents start, which do
+not see each other: the parts give the same outputs, and the sums of their losses are the sum of the row if no label
+crosses a cut.
 """
 
 from __future__ import annotations

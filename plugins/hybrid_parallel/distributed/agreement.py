@@ -1,9 +1,8 @@
-"""Agreement between ranks: errors are raised on all of them.
+"""Agreement between ranks: an error of one is raised on all, and collectives may be compared before they run.
 
-Collectives that are compared before they run: torch's own ProcessGroupWrapper, with global ranks in its errors.
-
-In a group that is created under `checked_collectives`, the operation, shape and dtype of every collective are compared
-over its ranks first. Point-to-point messages are not compared: pipelines send the shapes of their messages.
+They are compared by torch's own ProcessGroupWrapper, in a group that is created under `checked_collectives`: operation,
+shape and dtype, with global ranks in its errors. Point-to-point messages are not compared: pipelines send the shapes of
+their messages.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The layout for the ranks that are there, and the step boundary at which all leave so that others can join.
 
-Plans made ahead: the best layout for every number of ranks that an elastic job may have left.
-
-A process with low priority runs the planner while the job trains, so that a restart only looks its layout up. A machine
-has one at a time: it outlives the round that started it, whose plans later rounds and layouts find, and ends with the
-job.
+The best layout for every number of ranks that the job may have left is planned ahead, by a process of low priority
+while the job trains: a restart only looks it up. A machine has one planner at a time: it outlives the round that
+started it, whose plans later rounds and layouts find, and ends with the job.
 """
 
 from __future__ import annotations

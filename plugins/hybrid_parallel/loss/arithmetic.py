@@ -21,10 +21,9 @@ contains each share once: its gradient is the incoming one, 1 / replicas, times 
 left out together, because one loss may have terms of both kinds. A (sum, count) is divided by the count of all
 replicas; the loss that the model returned may then have another factor on each replica, and these are summed.
 
-The fp16 loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2).
-
-A model has one loss scale, which all of its optimizers share, as they would share a `torch.amp.GradScaler`. Each
-optimizer skips its own step if its own gradients overflow. Once all have stepped, the scale shrinks if any overflowed.
+A model has one fp16 loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2), which all of its optimizers share,
+as they would share a `torch.amp.GradScaler`. Each optimizer skips its own step if its own gradients overflow. Once all
+have stepped, the scale shrinks if any overflowed.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def refuse_backward(model: nn.Module) -> None:
     """Refuse backward passes into a model without an optimizer: nothing would sum its gradients over ranks."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            hook_gradient(parameter, _refuse)
+            hook_gradient(parameter, refuse_without_optimizer)
 
 
 def check_weights_in_loss(loss: Tensor) -> None:
@@ -137,7 +137,8 @@ def _labels_in(loss: Tensor, labels: Any) -> Tensor | float:
     return (labels != IGNORE_INDEX).sum() if is_counted and not reads_loss else 0.0
 
 
-def _refuse(gradient: Tensor) -> NoReturn:
+def refuse_without_optimizer(gradient: Tensor) -> NoReturn:
+    """Refuse a gradient of a model that has no optimizer."""
     raise ConfigurationError(
         "backward() reached a model that was boosted without its optimizer, so that nothing sums its gradients over "
         "ranks; use model, optimizer = booster.boost(model, optimizer) and booster.backward(loss, optimizer)"

@@ -6,10 +6,8 @@ runs: the one that came next in the step before, whatever the schedule of a pipe
 
 The hooks are those of torch.autograd.graph.saved_tensors_hooks. Recomputed layers save their inputs alone.
 
-Stores of what a GPU computes: page-locked memory of the machine, and a file that is reached through it.
-
-Copies run on a stream of their own. Freed device memory is used again on the stream of the computation, which waits
-for the copy; the host does not.
+What a GPU computes goes to page-locked memory, or through it to a file, on a stream of its own. Freed device memory is
+used again on the stream of the computation, which waits for the copy; the host does not.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""ExactReducer: reduces the gradients of exact buckets.
-
-Sums of gradients that are the same bits in any order.
+"""ExactReducer: sums of gradients that are the same bits in any order.
 
 Floating-point addition rounds, so that a sum depends on who adds what first. Here each summand is first rounded to a
 multiple of a fixed grid (pre-rounding: Demmel and Nguyen, "Fast reproducible floating-point summation", 2013; Ahrens,

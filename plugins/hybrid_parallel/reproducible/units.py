@@ -1,13 +1,11 @@
-"""Units: the samples that every pass runs over, whatever the layout.
+"""Units: the samples that every pass runs over, whatever the layout, and their random numbers.
 
 How a matrix product rounds may depend on its shape. A unit has a fixed number of samples, so that its products have the
 same shapes on every rank of every layout.
 
-UnitStream: random numbers by seed, step, sample and module, never by rank or stage.
-
-The generator is seeded when a pass enters a layer or another module outside of the layers, and when it leaves one. What
-is drawn in between depends on nothing but the seed, the step, the position of the unit of samples in the global batch,
-the name of the module and how often it was called in this pass.
+The generator (`UnitStream`) is seeded when a pass enters a layer or another module outside of
+the layers, and when it leaves one. What is drawn in between depends on nothing but the seed, the step, the position of
+the unit of samples in the global batch, the name of the module and how often it was called in this pass.
 """
 
 from __future__ import annotations

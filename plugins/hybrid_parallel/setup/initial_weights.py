@@ -1,8 +1,7 @@
-"""Equal initial weights on all ranks: a head that was initialized without a seed differs from rank to rank.
+"""Values of a model that `boost` was given: made equal on all ranks, cast, or deferred until ZeRO stage 3 shards them.
 
-Values that a model does without until ZeRO stage 3 shards them, one parameter at a time.
-
-The tensor- and pipeline-parallel part of a rank is thus never whole in its memory. Parameters have their shape, dtype
+A head that was initialized without a seed differs from rank to rank. Deferred values come one parameter at a time, so
+that the tensor- and pipeline-parallel part of a rank is never whole in its memory. Parameters have their shape, dtype
 and device meanwhile, and no values.
 """
 

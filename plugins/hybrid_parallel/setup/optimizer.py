@@ -78,7 +78,7 @@ def build_optimizer(
     """
     model = built.model
     parameters = dict(model.unwrap().named_parameters(remove_duplicate=False))
-    order = [[parameters.get(_held_name(names[id(param)], parameters)) for param in group] for group in groups]
+    order = _held(groups, names, parameters)
     pairs = [pair for local, whole in zip(order, groups, strict=True) for pair in zip(local, whole, strict=True)]
     old = {param: whole for param, whole in pairs if param is not None}
     granularity = granularity_of(optim)
@@ -99,18 +99,18 @@ def build_optimizer(
     frozen = FrozenParameters(_by_requires_grad(order, trains=False), build_more, states, model.gathers)
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
     gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
+    group_names = [[names[id(param)][0] for param in group] for group in groups]
     reducer = _make_reducer(buckets, gradient_hooks, built.parts, config, stands_alone)
-    zero = config.zero
     wrapped = HybridParallelOptimizer(
         optim,
         buckets,
         reducer,
-        LocalParameters(first_names, model.origin.aliases, order, frozen, wholes, _first_names(groups, names)),
+        LocalParameters(first_names, model.origin.aliases, order, frozen, wholes, group_names),
         ModelContext(mesh, built.loss_scale, model.trace, model.optimizers, model.gathers),
         StepOptions(
-            zero.max_norm,
+            config.zero.max_norm,
             config.debugging.nonfinite,
-            zero.overlap_allgather,
+            config.zero.overlap_allgather,
             on_nonfinite=partial(refuse_or_skip, trace=model.trace, mesh=mesh),
             after_step=partial(_after_step, model=model, features=built.features),
         ),
@@ -118,6 +118,16 @@ def build_optimizer(
     )
     model.attach_optimizer(wrapped)
     return wrapped
+
+
+def _held(
+    groups: Sequence[Sequence[nn.Parameter]], names: Mapping[int, Sequence[str]], parameters: Mapping[str, nn.Parameter]
+) -> list[list[nn.Parameter | None]]:
+    """Return this stage's parameters by whichever of their names it has; None for those of other stages."""
+    return [
+        [next((parameters[name] for name in names[id(param)] if name in parameters), None) for param in group]
+        for group in groups
+    ]
 
 
 def _after_step(step: HybridParallelOptimizer, model: HybridParallelModel, features: Sequence[Feature]) -> None:
@@ -157,10 +167,6 @@ def finish_model(built: BuiltModel, config: HybridParallelConfig, mesh: HybridMe
         built.model.gathers.attach()
     for feature in built.features:
         feature.finished(built.model)
-
-
-def _first_names(groups: Sequence[Sequence[nn.Parameter]], names: Mapping[int, Sequence[str]]) -> list[list[str]]:
-    return [[names[id(param)][0] for param in group] for group in groups]
 
 
 def _by_requires_grad(groups: Sequence[Sequence[nn.Parameter | None]], trains: bool) -> list[list[nn.Parameter]]:
@@ -237,8 +243,3 @@ def _what_hides_gradients(config: HybridParallelConfig, mesh: HybridMesh) -> str
     if config.mixed_precision.precision == "fp16":
         reasons.append("precision='fp16'")
     return " and ".join(reasons) or None
-
-
-def _held_name(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Return the first of a parameter's names that this stage has."""
-    return next((name for name in names if name in parameters), None)

@@ -26,6 +26,7 @@ from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, has_floats
 from plugins.hybrid_parallel.data.microbatch import nothing_of, without_rows
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas, exact_sum
+from plugins.hybrid_parallel.loss.backward_checks import refuse_without_optimizer
 from plugins.hybrid_parallel.loss.choice import LossSource
 from plugins.hybrid_parallel.loss.replica_losses import ReplicaLosses, RowWeight, off_inputs
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance
@@ -275,11 +276,7 @@ class PipelineCall:
                 "execute_pipeline"
             )
         if not optimizers:
-            raise ConfigurationError(
-                "backward() reached a model that was boosted without its optimizer, so that nothing sums its gradients "
-                "over ranks; use model, optimizer = booster.boost(model, optimizer) and "
-                "booster.backward(loss, optimizer)"
-            )
+            refuse_without_optimizer(grad)
         if not optimizers[0].reducer.accepting:
             raise ConfigurationError(
                 "loss.backward() does not run the stages of a pipeline; call booster.backward(loss, optimizer)"

@@ -6,10 +6,8 @@ of the unsharded model and without padding, with its state; the other ranks hold
 gradients to the owners, and the new values back, as distributed Muon does (Liu et al., arXiv 2502.16982, section 2.3).
 Between steps the owner has the state alone: values are in the buckets, as those of all parameters.
 
-ParameterExchange: moves cut parameters between the ranks that hold parts of them and one owner of each.
-
-A part is a range of the flattened shard of one tensor-parallel or expert-parallel rank. Any distribution of parts is
-allowed: ranks may hold different numbers of them, and several ranks may hold the same one.
+A part (`ParameterExchange`) is a range of the flattened shard of one tensor- or expert-parallel rank. Any distribution
+of parts is allowed: ranks may hold different numbers of them, and several ranks may hold the same one.
 """
 
 from __future__ import annotations

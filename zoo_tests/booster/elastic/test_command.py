@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from booster.cli.run import parser
+from booster.elastic.agent import MachineMemory
 from booster.elastic.command import fingerprint_of, is_elastic, limits_of, places_of
-from booster.elastic.local_ranks import MachineMemory
 from booster.elastic.rendezvous import END, Decision, Endpoint, Rendezvous, Report
 from booster.errors import ConfigurationError
 

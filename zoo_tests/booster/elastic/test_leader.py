@@ -5,8 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from booster.elastic.leader import Leader, Limits
-from booster.elastic.rendezvous import DONE, END, FAILED, IDLE, LEFT, RUN, RUNNING, STOP, Decision, Report
+from booster.elastic.rendezvous import (
+    DONE,
+    END,
+    FAILED,
+    IDLE,
+    LEFT,
+    RUN,
+    RUNNING,
+    STOP,
+    Decision,
+    Leader,
+    Limits,
+    Report,
+)
 
 KILLED = 9
 

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from booster.failure import desync, stack_probe
-from booster.failure.collective_counts import CollectiveCounts, outstanding_on_device, recorded_operations
 from booster.failure.desync import DesyncDetector, _may_be_reported
 from booster.failure.diagnosis import diagnose_standstill
-from booster.failure.operation_log import Operations
+from booster.failure.operation_log import CollectiveCounts, Operations, outstanding_on_device, recorded_operations
 from booster.failure.stack_probe import MainThreadProbe, Wait, wait_of
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 

@@ -23,7 +23,6 @@ import pytest
 import torch.distributed as dist
 
 from booster.failure import guard, machine_links
-from booster.failure.collective_counts import GroupRecord
 from booster.failure.desync import _may_be_reported
 from booster.failure.diagnosis import (
     RankSnapshot,
@@ -35,11 +34,10 @@ from booster.failure.diagnosis import (
 )
 from booster.failure.failure_report import Failure, ending, is_about_communication, ranks_text
 from booster.failure.machine_links import Heartbeat, MachineLinks
-from booster.failure.operation_log import Operations, SharedStatus
-from booster.failure.peers import Address, Peer, StoppedPeers
+from booster.failure.operation_log import GroupRecord, Operations, SharedStatus
+from booster.failure.peers import STATUS_VARIABLE, Address, Peer, StoppedPeers, note_children
 from booster.failure.stack_probe import Wait, acts_alone, wait_of, waits_for_ranks
 from booster.failure.store_client import StoreClient
-from booster.failure.wait_status import STATUS_VARIABLE, note_children
 from zoo_tests.harness.ranks import under_load
 
 STEP, PIPELINE = "optimizer.step", "booster.execute_pipeline"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from booster.profiling.report import PIPELINE_MARK, RankTrace, merged
+from booster.profiling import PIPELINE_MARK, RankTrace, merged
 
 
 def _trace(rank: int, base_ns: int = 0, more: tuple[dict[str, Any], ...] = ()) -> RankTrace:

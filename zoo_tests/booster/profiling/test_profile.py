@@ -1,6 +1,6 @@
 """`booster run --profile N`: one trace of all ranks, their memory, and one sentence, whatever the loop.
 
-What breaks here first: a private part of torch's traces (`booster/profiling/report.py`), or an optimizer whose `step`
+What breaks here first: a private part of torch's traces (`booster/profiling.py`), or an optimizer whose `step`
 is not a method.
 """
 
@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from booster.launch import PROFILE_FOLDER, PROFILE_STEPS
-from booster.profiling.report import JobProfile
-from booster.profiling.steps import StepProfile, memory_of_this_rank
+from booster.profiling import JobProfile, StepProfile, memory_of_this_rank
 from zoo_tests.booster.cli.started import Ended, Started
 from zoo_tests.booster.profiling import job
 from zoo_tests.harness.ranks import run_on_ranks

@@ -1,6 +1,6 @@
 """Random numbers that loading draws: other ones on every replica, and one warning where they are not the plain ones.
 
-If this fails, look in `plugins/hybrid_parallel/data/random_draws.py`.
+If this fails, look in `plugins/hybrid_parallel/data/random_stream.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from plugins.hybrid_parallel.data import dataloader as sharded_loading
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader, shard_dataloader
-from plugins.hybrid_parallel.data.random_draws import generators_of
-from plugins.hybrid_parallel.data.random_stream import OrderStream
+from plugins.hybrid_parallel.data.random_stream import OrderStream, generators_of
 
 GENERATOR = torch.Generator()
 DATA = TensorDataset(torch.arange(8))

@@ -6,10 +6,9 @@ writes what the others send, while the next tensor is in flight. No rank holds m
 of the next. Under ZeRO stage 3, the replicas that share a tensor send their slices to the one that writes it: the
 groups take turns, in an order that all of them know.
 
-Atomic publication of model files: at any moment a directory opens as the old model, as the new one, or not at all.
-
-Weights are written under hidden names. They are then renamed to names that the index of an earlier save does not use,
-and the new index replaces the old one in one rename. Only afterwards are the files of the old index removed.
+At any moment the directory opens as the old model, as the new one, or not at all. Weights are written under hidden
+names, then renamed to names that the index of an earlier save does not use, and the new index replaces the old one in
+one rename. Only afterwards are the files of the old index removed.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.files.tensor_file import TensorFileWriter, sync_directory
 from plugins.hybrid_parallel.checkpoint.model_files.formats import Unit, to_files, units_of
 from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, ReplicaGather
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
+from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileWriter, sync_directory
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, EXPERT_REPLICAS, HybridMesh
 from shardformer.distributed.process_groups import all_gather_json

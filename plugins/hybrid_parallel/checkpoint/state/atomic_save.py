@@ -19,8 +19,8 @@ from pathlib import Path
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
-from plugins.hybrid_parallel.checkpoint.files.tensor_file import naming, sync_directory
 from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, sequence_of
+from plugins.hybrid_parallel.checkpoint.tensor_file import naming, sync_directory
 
 MANIFEST = "manifest.json"
 PARTIAL, REMOVED = ".partial", ".removed"  # suffixes of directories that no load reads

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.files.tensor_file import LENGTH_BYTES, for_each, naming, read_header
+from plugins.hybrid_parallel.checkpoint.tensor_file import LENGTH_BYTES, for_each, naming, read_header
 from plugins.hybrid_parallel.distributed.checksum import checksum_in_file
 
 FORMAT, VERSION = "hybrid-booster checkpoint", 1

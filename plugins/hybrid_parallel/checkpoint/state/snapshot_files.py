@@ -25,8 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import BatchSampler
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.state.dcp_storage import write_tensors
-from plugins.hybrid_parallel.checkpoint.state.exchange import Ints, read_from_ranks
+from plugins.hybrid_parallel.checkpoint.state.dcp_storage import Ints, read_from_ranks, write_tensors
 from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
 from plugins.hybrid_parallel.checkpoint.state.manifest import name_and_offsets
 from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, manifest_of

@@ -1,11 +1,8 @@
-"""Convert DeepSpeed's configuration to options of the plugin; keys without an equivalent are refused by name.
+"""DeepSpeed's configuration as options of the plugin, with the optimizer and the schedule that it describes.
 
-Build a torch optimizer from the block `optimizer` of DeepSpeed's configuration.
-
-Build a torch learning-rate schedule from the block `scheduler` of DeepSpeed's configuration.
-
-The formulas are DeepSpeed's. As in torch, step 0 is the first step of the optimizer. DeepSpeed's schedules start one
-call later, so DeepSpeed has a step without a learning rate before it.
+Keys without an equivalent are refused by name. The formulas of schedules are DeepSpeed's. As in torch, step 0 is the
+first step of the optimizer. DeepSpeed's schedules start one call later, so DeepSpeed has a step without a learning rate
+before it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """`ThreeDPlugin`: plugin for a `DeepSpeed3DParallelConfig`, which adapts models and batches to the engine.
 
-Implement `tie_first`: wrap a bare base model in its family's causal language model with a tied head.
-
-The logits are then computed on the last stage with a weight that is tied to the embedding of the first stage. The
-engine's usual support for tied weights keeps both in sync.
+`tie_first` wraps a bare base model in its family's causal language model with a tied head: the last stage computes the
+logits with a weight that is tied to the embedding of the first one, and kept in sync as any tied weight.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Writer and reader of safetensors files, for one tensor and for parts of tensors at a time.
 
 `safetensors.save_file` needs all tensors of a file at once. This writer needs only their names, dtypes and shapes in
-advance. Each tensor is written without a copy, and the caller may free it before it produces the next one.
-
-Parallel reads by a thread pool.
-
-A single thread does not saturate memory bandwidth, so a rank with several cores uses several threads.
+advance. Each tensor is written without a copy, and the caller may free it before it produces the next one. A rank with
+several cores reads by several threads (`for_each`): one does not saturate memory bandwidth.
 """
 
 from __future__ import annotations

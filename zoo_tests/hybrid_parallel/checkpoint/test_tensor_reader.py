@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from plugins.hybrid_parallel.checkpoint.files import tensor_file
-from plugins.hybrid_parallel.checkpoint.files.tensor_file import (
+from plugins.hybrid_parallel.checkpoint import tensor_file
+from plugins.hybrid_parallel.checkpoint.tensor_file import (
     DTYPE_NAMES,
     TensorFileReader,
     TensorFileWriter,

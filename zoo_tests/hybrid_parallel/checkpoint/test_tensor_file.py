@@ -1,7 +1,7 @@
 """The streaming writer of safetensors files, against safetensors itself in both directions.
 
 What fails here first is a header or an offset that safetensors reads otherwise. Look in
-`plugins/hybrid_parallel/checkpoint/files/tensor_file.py`.
+`plugins/hybrid_parallel/checkpoint/tensor_file.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plugins.hybrid_parallel.checkpoint.files.tensor_file import DTYPE_NAMES, TensorFileWriter, sync_directory
+from plugins.hybrid_parallel.checkpoint.tensor_file import DTYPE_NAMES, TensorFileWriter, sync_directory
 from plugins.hybrid_parallel.distributed.checksum import checksum
 
 _EXAMPLES = settings(

@@ -1,1 +1,0 @@
-"""Safetensors files: a writer, a reader, and a thread pool for parallel reads."""
