@@ -105,8 +105,7 @@ def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool
 def _load(model: HybridParallelModel, directory: Path, strict: bool) -> None:
     for adapter in model.unwrap().peft_config:
         place = directory if adapter == _DEFAULT else directory / adapter
-        copies = adapter in model.origin.adapter_names
-        found, missing, names = raise_on_all_ranks(partial(_match if copies else _match_whole, model, place, adapter))
+        found, missing, names = raise_on_all_ranks(partial(_match, model, place, adapter))
         everyone = all_gather_json([missing, [name for name, _ in found]])
         missing = sorted({name for lost, _ in everyone for name in lost})
         unexpected = sorted(set(names) - {name for _, known in everyone for name in known})
@@ -115,7 +114,7 @@ def _load(model: HybridParallelModel, directory: Path, strict: bool) -> None:
                 f"{place} does not fit the adapter '{adapter}': missing {missing[:5]}, unexpected {unexpected[:5]}; "
                 "load an adapter with the same target_modules, or pass strict=False"
             )
-        if copies:
+        if adapter in model.origin.adapter_names:
             raise_on_all_ranks(partial(_copy, place / _WEIGHTS, found))
         else:
             raise_on_all_ranks(
@@ -323,34 +322,19 @@ def _described(config: Any, model: Any) -> dict[str, Any]:
     return described
 
 
-def _match_whole(
+def _match(
     model: HybridParallelModel, directory: Path, adapter: str
 ) -> tuple[list[tuple[str, Tensor]], list[str], list[str]]:
-    """Like `_match`, for an adapter that is replicated on every rank."""
-    _check_files(directory)
-    own = adapter_tensors(model.unwrap(), adapter)
-    with open_tensors(directory / _WEIGHTS) as file:
-        names = list(file.keys())
-        found = [(name, tensor) for name, tensor in own.items() if name in names]
-        for name, tensor in found:
-            check_shape(file, name, directory / _WEIGHTS, spec_of(tensor))
-    return found, sorted(own.keys() - set(names)), names
-
-
-def _check_files(directory: Path) -> None:
+    """Return the tensors to read on this rank, the names that the file lacks, and all names in the file."""
     for name in (_CONFIG, _WEIGHTS):
         if not (directory / name).is_file():
             raise ConfigurationError(
                 f"{directory} has no {name}; give a directory of save_model, or of peft's save_pretrained"
             )
-
-
-def _match(
-    model: HybridParallelModel, directory: Path, adapter: str
-) -> tuple[list[tuple[str, Tensor]], list[str], list[str]]:
-    """Return the tensors to read on this rank, the names that the file lacks, and all names in the file."""
-    _check_files(directory)
-    tensors = dict(_adapter_tensors(model, adapter, unique=False))
+    if adapter in model.origin.adapter_names:
+        tensors = dict(_adapter_tensors(model, adapter, unique=False))
+    else:  # replicated on every rank
+        tensors = adapter_tensors(model.unwrap(), adapter)
     with open_tensors(directory / _WEIGHTS) as file:
         names = list(file.keys())
         found = [(name, tensor) for name, tensor in tensors.items() if name in names]
