@@ -59,7 +59,7 @@ def variables_of_task(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": str(_slurm_integer(environment, "SLURM_LOCALID")),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(_value(environment, *_NODES)),
         "MASTER_PORT": environment.get("MASTER_PORT")
-        or str(_port(_slurm_integer(environment, "SLURM_JOB_ID"), int(step))),
+        or str(_FIRST_PORT + (_slurm_integer(environment, "SLURM_JOB_ID") * _STEPS_OF_A_JOB + int(step)) % _NUM_PORTS),
     }
     if "SLURM_NODEID" in environment:
         node = _slurm_integer(environment, "SLURM_NODEID")
@@ -82,10 +82,6 @@ def tasks_by_node(tasks: str) -> list[int]:
             raise ConfigurationError(f"{_TASKS[1]}='{tasks}' is no list of numbers of tasks; use one such as 4(x2),1")
         found += [int(match[1])] * int(match[2] or 1)
     return found
-
-
-def _port(job: int, step: int) -> int:
-    return _FIRST_PORT + (job * _STEPS_OF_A_JOB + step) % _NUM_PORTS
 
 
 def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> str | None:

@@ -126,7 +126,8 @@ class Meter:
         own = [now - self._since, now - self._began, _memory_of_this_rank(), self._generating]
         seconds, whole, memory, generating = _largest(own)
         self._since = now
-        counts = _summed(list(self._counts.values()), _ranks_of_a_replica(self.plugin))
+        ranks_of_a_replica = max(1, _world_size() // getattr(self.plugin, "dp_size", 1))
+        counts = _summed(list(self._counts.values()), ranks_of_a_replica)
         samples, tokens, flops, generated = counts
         figures = {} if loss is None else {"loss": float(loss)}
         if lr is not None:
@@ -210,10 +211,6 @@ def _memory_of_this_rank() -> float:
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-
-
-def _ranks_of_a_replica(plugin: Plugin) -> int:
-    return max(1, _world_size() // getattr(plugin, "dp_size", 1))
 
 
 def _summed(values: list[float], copies: int) -> list[float]:

@@ -223,11 +223,8 @@ class HybridParallelPlugin(Plugin):
         models of this plugin that contributed to the loss.
         """
         check_boosted_optimizer(optimizer)
-        self._backward.run(loss, optimizer, by_rows, self._live_models())
-
-    def _live_models(self) -> list[HybridParallelModel]:
-        """Return the models that this plugin has boosted."""
-        return [model for reference in self._models if (model := reference()) is not None]
+        models = [model for reference in self._models if (model := reference()) is not None]
+        self._backward.run(loss, optimizer, by_rows, models)
 
     @failure.guard("booster.execute_pipeline")
     def execute_pipeline(

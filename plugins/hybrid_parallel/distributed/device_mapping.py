@@ -66,7 +66,8 @@ def check_mapping(mapping: Mapping[Any, Any], num_stages: int, num_shards: int) 
 
 def ranks_of(mapping: Mapping[str, Mapping[str, Any]]) -> list[list[int]]:
     """Return the ranks of the shards, stage by stage; all ranks of the world must call this."""
-    places = [tuple(place) for place in all_gather_json([socket.gethostname(), _local_rank()])]
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    places = [tuple(place) for place in all_gather_json([socket.gethostname(), local_rank])]
     stages = [mapping[f"stage_{stage}"] for stage in range(len(mapping))]
     ranks = [[_rank_of(shards[f"shard_{shard}"], places) for shard in range(len(shards))] for shards in stages]
     twice = [rank for rank, count in Counter(rank for row in ranks for rank in row).items() if count > 1]
@@ -74,7 +75,8 @@ def ranks_of(mapping: Mapping[str, Mapping[str, Any]]) -> list[list[int]]:
         raise ConfigurationError(
             f"device_mapping means rank {twice[0]} by two names; give every shard a device of its own"
         )
-    if any(MappedDevice.of(name).kind == "cuda" for shards in stages for name in shards.values()) and _trains_on_cpu():
+    names_gpus = any(MappedDevice.of(name).kind == "cuda" for shards in stages for name in shards.values())
+    if names_gpus and "nccl" not in str(dist.get_backend_config()):
         _logger.warning("device_mapping names GPUs, and ranks train on the CPU: numbers are taken as those of ranks")
     return ranks
 
@@ -129,14 +131,6 @@ def _rank_of(name: Any, places: Sequence[tuple[str, int]]) -> int:
             f"device_mapping names '{name}', where no rank runs; use the numbers {there[0]} to {there[-1]}"
         )
     return places.index(wanted)
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-
-
-def _trains_on_cpu() -> bool:
-    return "nccl" not in str(dist.get_backend_config())
 
 
 def current_device() -> torch.device:

@@ -71,15 +71,7 @@ def build(node: Any, make: Callable[[Mapping[str, Any]], Tensor]) -> Any:
 
 def leaves(value: Any) -> list[Any]:
     """Return the tensors of an output, or of its description."""
-    return list(_flat(value))
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value
+    return [leaf for each in value for leaf in leaves(each)] if isinstance(value, tuple | list) else [value]
 
 
 def joined(parts: Sequence[Tensor], is_sum: bool, lengths: Sequence[int] | None) -> Tensor:

@@ -196,7 +196,9 @@ class PipelineCall:
     def outputs(self) -> Any:
         """Return the outputs of all micro-batches; the loss is fetched now, other outputs when they are read."""
         runtime, mesh = self.model.runtime, self.model.mesh
-        described = self._described() if runtime.has_last_stage else None
+        described = None
+        if runtime.has_last_stage:
+            described = describe_outputs(self.results, self.coupled, self.rows, self.split.lengths)
         self._header = broadcast_json(described, mesh.group("pp"), runtime.rank_of_last_stage)
         withheld = {name: reason for name, node in self._header.items() if (reason := reason_withheld(node))}
         if _BARE in withheld:
@@ -213,9 +215,6 @@ class PipelineCall:
                 outputs[AUX_LOSS] = self.fetch(AUX_LOSS)
                 outputs[LOSS] = outputs[LOSS] + (self.balance.factor * outputs[AUX_LOSS]).to(outputs[LOSS])
         return outputs
-
-    def _described(self) -> dict[str, Any]:
-        return describe_outputs(self.results, self.coupled, self.rows, self.split.lengths)
 
     @failure.guard("reading outputs of model(**batch)")
     def read(self, name: str) -> Any:
@@ -448,7 +447,7 @@ def _with_own_loss(model: HybridParallelModel, batch: Batch, inputs: dict[str, A
         reading = LossesPromote() if has_floats((*batch.args, *inputs.values())) else nullcontext()
     with reading:
         outputs = model.module(*batch.args, **inputs)
-    if not isinstance(outputs, Mapping) or not isinstance(outputs.get(LOSS), Tensor):
+    if not _has_loss(outputs):
         return outputs
     # Only now: replicas may call a model that returns no loss without each other.
     loss = compared or batch.step_loss(own)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from booster.checkpoint import take_state
 from booster.errors import ConfigurationError
@@ -44,7 +43,7 @@ def random_tensors(model: HybridParallelModel | None, mesh: HybridMesh) -> dict[
         states |= {f"{_STREAM}{key}": value for key, value in model.stream.state_dict().items()}
     _, words, gauss = random.getstate()
     states["python"] = torch.tensor(words, dtype=torch.int64)
-    states["python_gauss"] = _optional(gauss)
+    states["python_gauss"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
     if "numpy" in sys.modules:
         _, words, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
         states["numpy"] = torch.tensor([*words.tolist(), position, has_gauss], dtype=torch.int64)
@@ -107,10 +106,6 @@ def _own_prefix() -> str:
 
 def _replica_prefix(mesh: HybridMesh) -> str:
     return f"{PREFIX}replica_{mesh.rank('dp')}/"
-
-
-def _optional(number: float | None) -> Tensor:
-    return torch.tensor([] if number is None else [number], dtype=torch.float64)
 
 
 _PLAIN = ("lr_scheduler", "dataloader")  # kinds whose state is in the manifest
