@@ -54,6 +54,7 @@ numbers in fp64, and the largest is shown:
 - weights: the norm of the difference of a tensor after the last step, relative to the norm of the tensor.
 
 The limit is {limit:.0e}. Rows "plain fp32", where there are any, are transformers and torch in fp32 in one process.
+Norms are sums over up to 4e8 values, and Llama's and Gemma's vocabularies have 128,256 and 262,144 rows.
 
 | Model | Parameters | Layout | losses | norms | movement | weights |
 |---|---|---|---|---|---|---|
@@ -277,7 +278,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     for name, group in groupby(rows, key=lambda row: row["model"]):
         for row in sorted(group, key=lambda row: row["layout"] != PLAIN):
             cells = " | ".join(f"{row['errors'][each]:.1e}" for each in QUANTITIES)
-            lines.append(f"| {name} | {row['parameters'] / 1e6:.0f} million | {row['layout']} | {cells} |")
+            lines.append(f"| {name} | {row['parameters'] / 1e6:.3g} million | {row['layout']} | {cells} |")
     return _HEAD.format(limit=LIMIT) + "\n".join(lines) + "\n"
 
 
