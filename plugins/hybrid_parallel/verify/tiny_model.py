@@ -269,7 +269,7 @@ def small_values(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = 
             values[name] = numbers
         elif value is not _MISSING and (isinstance(value, int | list) or value is None):
             values |= _small(name, value, config, sizes, layers)
-    values |= lists
+    values |= {name: _small_sizes(name, value) for name, value in lists.items()}
     if sizes.is_faithful and getattr(config, "is_heterogeneous", False) and "layer_types" in values:
         values["per_layer_config"] = _small_layers(config, values)
     for name in ("rope_parameters", "rope_scaling"):
@@ -382,6 +382,13 @@ def _small_kv_heads(config: Any, sizes: TwinSizes) -> int:
     heads, kv_heads = head_counts(config)
     group = heads // kv_heads
     return sizes.heads // group if sizes.heads % group == 0 else max(1, sizes.heads * kv_heads // heads)
+
+
+def _small_sizes(name: str, own: list[Any]) -> list[Any]:
+    """Shrink a list with one size per layer, such as the widths of feed-forwards in Gemma 3n, in their ratios."""
+    if name not in _SIZES or not all(type(size) is int for size in own) or max(own) <= _SIZES[name]:
+        return own
+    return [-(-_SIZES[name] * size // max(own)) for size in own]
 
 
 def _small_list(name: str, own: Sequence[Any]) -> dict[str, Any]:

@@ -259,6 +259,7 @@ def test_a_twin_keeps_what_defines_the_architecture() -> None:
     assert tiny_model(transformers.MistralConfig(sliding_window=4096)).sliding_window == 5
     assert set(tiny_model(transformers.Gemma3TextConfig()).layer_types) == {"sliding_attention", "full_attention"}
     assert set(tiny_model(transformers.JambaConfig()).layers_block_type) == {"mamba", "attention"}
+    assert tiny_model(transformers.Gemma3nTextConfig(num_hidden_layers=30)).intermediate_size == [48] * 4
     llama4 = tiny_model(transformers.Llama4TextConfig())
     assert set(llama4.no_rope_layers) == {0, 1} and llama4.num_experts_per_tok == 1
     assert len(llama4.layer_types) == llama4.num_hidden_layers == 4
