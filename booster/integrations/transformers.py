@@ -25,7 +25,8 @@ from booster.integrations.trainer_accelerator import CountedReplicas, TrainerAcc
 from booster.integrations.trainer_arguments import check_arguments, check_job, check_model, check_version
 from booster.integrations.trainer_checkpoints import MeterCallback, TrainerCheckpoints
 from booster.integrations.trainer_loss import TrainerLoss
-from booster.integrations.trl_trainers import check_callbacks, trl_mixins
+from booster.integrations.trl_arguments import check_callbacks
+from booster.integrations.trl_trainers import trl_mixins
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 from booster.wrappers import ModelWrapper

@@ -74,6 +74,27 @@ class CheckedRewards:
         return [0.0] * count
 
 
+def rollout_of_first_rank(function: Callable[..., Any], replicas: Replicas) -> Callable[..., Any]:
+    """Return a `rollout_func` that all ranks call, as a model generates on all; the first one's answer counts.
+
+    Raises:
+        ConfigurationError: it failed on a rank; raised on all of them.
+    """
+
+    @functools.wraps(function)
+    def roll_out(*args: Any, **kwargs: Any) -> Any:
+        answer, problem, cause = None, None, None
+        try:
+            answer = function(*args, **kwargs)
+        except Exception as error:  # of the user's function, of any kind
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            problem, cause = f"rollout_func failed ({said}); it must return what TRL asks of it on every rank", error
+        replicas.raise_on_all_ranks(problem, cause)
+        return replicas.on_first_rank(lambda: answer)
+
+    return roll_out
+
+
 class ToolsOfFirstRank:
     """Tools and environments that the first rank of a replica runs, and whose answers all of its ranks get.
 

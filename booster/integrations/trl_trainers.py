@@ -1,4 +1,4 @@
-"""TRL's trainers on boosted models: what they take from a whole batch, their reference model, and what cannot hold.
+"""TRL's trainers on boosted models: what they take from a whole batch, and their reference model.
 
 `boosted` puts `BoostedTRLTrainer` before the classes of TRL. What it relies on in TRL is listed, and tested, in
 `zoo_tests/booster/integrations/test_upstream.py`.
@@ -8,248 +8,32 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from packaging.version import Version
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.integrations.fused_head import AdapterReference
+from booster.integrations.trainer_accelerator import LossInProgress
 from booster.integrations.trainer_arguments import check_arguments, check_job
-from booster.integrations.trl_rollouts import CheckedRewards, ToolsOfFirstRank
+from booster.integrations.trl_arguments import (
+    SERVED,
+    check_options,
+    check_options_of_model,
+    check_trainer_class,
+    count_generations,
+)
+from booster.integrations.trl_rollouts import CheckedRewards, ToolsOfFirstRank, rollout_of_first_rank
 from booster.integrations.trl_server import served_generation
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
-from shardformer.attention import log_once
 
-_OLDEST = "1.16"
-_TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer")
-_GENERATING = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer", "GKDTrainer")
-_PAIRS = "adds means over the tokens and over the pairs of a batch"
-_MEANS = "takes means over the completions of a batch"
-# What keeps them from replicas.
-_OF_ONE_REPLICA = {
-    "CPOTrainer": _PAIRS,
-    "ORPOTrainer": _PAIRS,
-    "TPOTrainer": _PAIRS,
-    "OnlineDPOTrainer": _MEANS,
-    "SDPOTrainer": _MEANS,
-    "SDFTTrainer": _MEANS,
-    "A2POTrainer": _MEANS,
-    "IWOPDTrainer": _MEANS,
-    "GOLDTrainer": _MEANS,
-}
 _COUNTED = {"input_ids": "ids", "attention_mask": "mask"}  # entries of a batch -> ends of TRL's names
-_SERVED = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")
-# Losses of DPO that are no mean over pairs.
-_OF_A_BATCH = {
-    "aot": "sorts the pairs of a batch",
-    "aot_unpaired": "sorts the answers of a batch",
-    "sft": "is a mean over the tokens of a batch",
-}
-
-
-def check_trainer_class(names: list[str]) -> None:
-    """Refuse a class of TRL that does not hold under layouts.
-
-    Args:
-        names: classes of TRL that the trainer derives from, itself included, the nearest first: some of those that
-            generate derive from one that does not.
-
-    Raises:
-        ConfigurationError: if the nearest is none of those that do, or TRL is too old, or no installed package.
-    """
-    try:
-        installed = version("trl")
-    except PackageNotFoundError:
-        raise ConfigurationError(
-            f"boosted() got TRL's {names[0]}, and TRL is not installed as a package that has a version; "
-            f"pip install 'trl>={_OLDEST}'"
-        ) from None
-    if Version(installed) < Version(_OLDEST):
-        raise ConfigurationError(
-            f"TRL {installed} is installed, and boosted() needs the fused head of TRL {_OLDEST}; "
-            f"pip install 'trl>={_OLDEST}'"
-        )
-    known = (*_TRAINERS, *_GENERATING, *_OF_ONE_REPLICA)
-    if names[0] not in known:
-        raise ConfigurationError(
-            f"boosted() got TRL's {names[0]}, which generates, or takes means over processes, as no layout does; use "
-            f"{', '.join(known[:-1])} or {known[-1]}, or run {names[0]} without boosted()"
-        )
-
-
-def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
-    """Refuse options of a configuration that would train otherwise than they say.
-
-    Args:
-        names: as for `check_trainer_class`.
-        args: the configuration.
-        plugin: the layout.
-
-    Raises:
-        ConfigurationError: the option, the reason, and what to use.
-    """
-    kind = type(args).__name__
-    if names[0] in _OF_ONE_REPLICA and plugin.dp_size > 1:
-        raise ConfigurationError(
-            f"{names[0]} {_OF_ONE_REPLICA[names[0]]}, which dp_size={plugin.dp_size} shares out; use dp_size=1, as "
-            "with tp_size or pp_size for all ranks"
-        )
-    if getattr(args, "activation_offloading", False):
-        raise ConfigurationError(
-            f"{kind}(activation_offloading=True) hooks modules that a layout replaces; use gradient_checkpointing=True"
-        )
-    if getattr(args, "use_vllm", False):
-        _check_server(names[0], args)
-    if hasattr(args, "num_generations"):
-        _check_generation(args, plugin)
-    losses = getattr(args, "loss_type", None)
-    for loss in losses if isinstance(losses, list) else ():
-        if loss in _OF_A_BATCH and plugin.dp_size > 1:
-            raise ConfigurationError(
-                f"{kind}(loss_type={losses}): {loss!r} {_OF_A_BATCH[loss]}, which dp_size={plugin.dp_size} shares out; "
-                "use dp_size=1, or another loss"
-            )
-
-
-def _check_server(name: str, args: Any) -> None:
-    """Refuse vLLM but for a server, and trainers that are not compared with one.
-
-    Raises:
-        ConfigurationError: the trainer or the option, the reason, and what to use.
-    """
-    kind = type(args).__name__
-    if name not in _SERVED:
-        raise ConfigurationError(
-            f"{kind}(use_vllm=True) is not compared with one process; leave it out: the boosted model generates "
-            f"itself, or use {', '.join(_SERVED[:-1])} or {_SERVED[-1]}"
-        )
-    if args.vllm_mode != "server":
-        raise ConfigurationError(
-            f"{kind}(vllm_mode={args.vllm_mode!r}) loads whole parameters, of which a rank has shards, into an engine "
-            "on each rank; use vllm_mode='server', or leave out use_vllm: the boosted model generates itself"
-        )
-
-
-def _check_generation(args: Any, plugin: Plugin) -> None:
-    """Refuse options of a trainer that generates.
-
-    Raises:
-        ConfigurationError: the option, the reason, and what to use.
-    """
-    kind, replicas = type(args).__name__, plugin.dp_size
-    reasons = {
-        "use_transformers_continuous_batching": "schedules requests on each rank by itself; leave it out",
-        "cast_lm_head_to_fp32": "replaces the forward of a head that a layout cuts; use precision='fp32', or leave it "
-        "out",
-    }
-    for name, reason in reasons.items():
-        if getattr(args, name, False):
-            raise ConfigurationError(f"{kind}({name}=True) {reason}")
-    if replicas == 1:
-        return
-    if getattr(args, "entropy_coef", 0.0) or getattr(args, "use_adaptive_entropy", False):
-        raise ConfigurationError(
-            f"the entropy bonus of {kind} is a mean over the tokens of a batch, which dp_size={replicas} shares out; "
-            "use dp_size=1, or entropy_coef=0.0"
-        )
-
-
-def count_generations(args: Any, replicas: int) -> None:
-    """Let a generation batch be that of replicas: the arguments have counted all ranks of the job.
-
-    Raises:
-        ConfigurationError: if groups of generations would not be whole.
-    """
-    steps = getattr(args, "steps_per_generation", None)
-    if steps is None or getattr(args, "num_generations", None) is None:
-        return
-    kind, given = type(args).__name__, args.generation_batch_size
-    args.generation_batch_size = size = args.per_device_train_batch_size * replicas * steps
-    if size % args.num_generations:
-        raise ConfigurationError(
-            f"{kind}(num_generations={args.num_generations}) does not divide the {size} completions of a generation: "
-            f"per_device_train_batch_size={args.per_device_train_batch_size}, times steps_per_generation={steps}, "
-            f"times {replicas} replicas; use a divisor, or a larger batch"
-        )
-    if size != given:
-        log_once(kind, f"generates {size} completions at a time, those of {replicas} replicas, where it counted ranks")
-
-
-def check_options_of_model(trainer: Any) -> None:
-    """Refuse what depends on the model, or on functions that were given to the trainer.
-
-    Raises:
-        ConfigurationError: the option, the reason, and what to use.
-    """
-    plugin = trainer.plugin
-    ranks = dist.get_world_size() // plugin.dp_size
-    if getattr(trainer, "rollout_func", None) and ranks > 1:
-        raise ConfigurationError(
-            f"rollout_func of a {type(trainer).__name__} would run on each of the {ranks} ranks of a replica, with "
-            "answers of its own; use replicas alone (dp_size), or tools"
-        )
-    spread = _what_spreads_tokens(plugin)
-    if getattr(trainer, "aux_loss_enabled", False) and spread:
-        raise ConfigurationError(
-            f"router_aux_loss_coef={_coefficient_of_routers(trainer)} weights a loss over the router scores of all "
-            f"tokens of a batch, which {spread}, or router_aux_loss_coef=0.0"
-        )
-    if trainer.compute_metrics is not None and plugin.dp_size > 1 and not hasattr(trainer, "completion_only_loss"):
-        raise ConfigurationError(
-            f"compute_metrics of a {type(trainer).__name__} gets the two answers of each pair in rows that dp_size="
-            f"{plugin.dp_size} orders otherwise; use dp_size=1, or the metrics that the trainer logs"
-        )
-
-
-def _coefficient_of_routers(trainer: Any) -> float:
-    return trainer.router_aux_loss_coef if hasattr(trainer, "router_aux_loss_coef") else trainer.aux_loss_coef
-
-
-def check_callbacks(callbacks: Iterable[Any], plugin: Plugin) -> None:
-    """Refuse callbacks of TRL that load the weights of this rank into a whole model.
-
-    Raises:
-        ConfigurationError: the callback, the reason, and what to use.
-    """
-    parallel, zero = (getattr(getattr(plugin, "config", None), group, None) for group in ("parallel", "zero"))
-    sizes = {name: getattr(parallel, name, 1) for name in ("tp_size", "pp_size", "ep_size")}
-    reasons = [f"of which {name}={size} leaves it a part" for name, size in sizes.items() if size > 1]
-    if getattr(zero, "zero_stage", 0) == 3:
-        reasons.append("of which zero_stage=3 leaves it a part")
-    if (precision := getattr(plugin, "precision", "fp32")) != "fp32":
-        reasons.append(f"whose weights precision='{precision}' rounds")
-    names = {base.__name__ for each in callbacks for base in type(each).__mro__ if base.__module__.startswith("trl.")}
-    if "BEMACallback" in names and reasons:
-        raise ConfigurationError(
-            f"BEMACallback averages a whole model on each rank, {reasons[0]}; use replicas alone (dp_size) in fp32, or "
-            "ShardedEMA in a callback of your own"
-        )
-
-
-def _what_spreads_tokens(plugin: Plugin) -> str:
-    """Return what keeps the auxiliary loss of routers from being that of one process; empty if it is the same.
-
-    Under a pipeline, the sums that it is made of are added up over stages and replicas.
-    """
-    sizes = {axis: plugin.mesh[axis].size() for axis in ("pp", "dp", "cp")}
-    parallel = getattr(getattr(plugin, "config", None), "parallel", None)
-    mode = getattr(parallel, "sequence_parallelism_mode", "") if getattr(parallel, "cuts_over_tp", False) else ""
-    if sizes["cp"] > 1:
-        return f"cp_size={sizes['cp']} spreads over ranks; use cp_size=1"
-    if mode == "all_to_all":
-        return "sequence_parallelism_mode='all_to_all' spreads over ranks; use 'split_gather'"
-    if sizes["dp"] > 1 and sizes["pp"] == 1:
-        return f"dp_size={sizes['dp']} spreads over replicas; use dp_size=1, a pipeline such as pp_size=2"
-    return ""
 
 
 def trl_mixins(trainer_class: type) -> tuple[type, ...]:
@@ -304,9 +88,11 @@ class BoostedTRLTrainer:
     # ----- rewards and tools -----
 
     def _watch_programs_outside(self) -> None:
-        """Let tools run once for a replica, and rewards be looked through."""
+        """Let tools run once for a replica, and rewards and rollouts be looked through."""
         self._standalone_tools = [self._tools.tool(each) for each in getattr(self, "_standalone_tools", ())]
         self._checked = CheckedRewards(self.accelerator.replicas)
+        if getattr(self, "rollout_func", None):
+            self.rollout_func = rollout_of_first_rank(self.rollout_func, self.accelerator.replicas)
         for index, function in enumerate(getattr(self, "reward_funcs", None) or ()):
             if not isinstance(function, nn.Module):
                 name = getattr(function, "__name__", type(function).__name__)
@@ -330,13 +116,6 @@ class BoostedTRLTrainer:
         self._checked.raise_problem()
         return self.accelerator.replicas.of_first_ranks(rewards)
 
-    def _weighted(self, loss: Tensor, rows: int | None, inputs: Any = None) -> Tensor:
-        """Weight a mean by this replica's share of the samples, or, in the loss "bnpo", of the tokens."""
-        if getattr(self.args, "loss_type", None) == "bnpo" and inputs is not None:
-            mask = inputs["completion_mask"]
-            rows = int((mask * inputs.get("tool_mask", mask)).sum())
-        return super()._weighted(loss, rows, inputs)
-
     # ----- the meter -----
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -352,6 +131,8 @@ class BoostedTRLTrainer:
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return what a step trains on, which meters count; the loader has prompts alone."""
+        if isinstance(inputs, list):
+            self._check_shares(len(inputs))
         made = super()._prepare_inputs(inputs)
         if self.model.training and isinstance(made, dict) and "completion_ids" in made and made is not inputs:
             parts = {
@@ -360,6 +141,98 @@ class BoostedTRLTrainer:
             for callback in self._meters():
                 callback.meter.count({name: torch.cat(tensors, 1) for name, tensors in parts.items()})
         return made
+
+    # ----- means of a process are those of all replicas -----
+
+    def _weighted(self, loss: Tensor, rows: int | None, inputs: Any = None) -> Tensor:
+        """Weight a mean by this replica's share of the samples, or, in GRPO's loss "bnpo", of the tokens."""
+        counts_tokens = getattr(self.args, "loss_type", None) == "bnpo" and not hasattr(self, "teacher_model")
+        if counts_tokens and inputs is not None:
+            rows = _tokens_of(inputs)
+        return super()._weighted(loss, rows, inputs)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss as the trainer does; its entropy bonus and its metrics are those of all replicas."""
+        if self.plugin.dp_size == 1:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        with self._bonus_of_replicas(inputs):
+            result = super().compute_loss(model, inputs, *args, **kwargs)
+        if (name := _names_in_trl(type(self))[0]) in _NOTED:
+            self._share_metrics(self._metrics["train" if self.model.training else "eval"], _NOTED[name](inputs))
+        return result
+
+    @contextmanager
+    def _bonus_of_replicas(self, inputs: Any) -> Iterator[None]:
+        """Weight GRPO's entropy bonus by this replica's share of the tokens; "bnpo" weights the whole loss so."""
+        coefficient = getattr(self, "entropy_coef", 0.0)
+        if not coefficient or self.args.loss_type == "bnpo":
+            yield
+            return
+        tokens = _tokens_of(inputs)
+        total = self.accelerator.reduce(torch.tensor(tokens, device=self.args.device)).item()
+        self.entropy_coef = coefficient * tokens * self.plugin.dp_size / total
+        try:
+            yield
+        finally:
+            self.entropy_coef = coefficient
+        if noted := self._metrics["train" if self.model.training else "eval"].get("entropy_coef"):
+            noted[-1] = coefficient
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Train on a batch. OnlineDPO takes the mean over its pairs here, and calls `backward` by itself."""
+        if self.plugin.dp_size == 1 or not hasattr(self, "stats"):
+            return super().training_step(model, inputs, *args, **kwargs)
+        rows, accelerator, backward = len(inputs["prompt"]), self.accelerator, self.accelerator.backward
+        self._check_shares(rows)
+        weight = self._weighted(torch.ones((), device=self.args.device), rows)
+        accelerator.backward = lambda loss, **options: backward(loss * weight, **options)
+        try:
+            with accelerator.computing_loss(LossInProgress(rows)):
+                loss = super().training_step(model, inputs, *args, **kwargs) * weight
+        finally:
+            del accelerator.backward
+        self._share_metrics(self.stats, rows)
+        return loss
+
+    def _share_metrics(self, noted: dict[str, list[float]], weight: int) -> None:
+        """Let metrics that this process has noted of its own samples, or tokens, be those of all replicas.
+
+        Args:
+            noted: name -> values since they were logged; those that are not shared yet are replaced.
+            weight: number of samples, or tokens, of this replica.
+        """
+        fresh = {
+            name: [place for place, each in enumerate(values) if not isinstance(each, _OfReplicas)]
+            for name, values in noted.items()
+        }
+        own = {name: [float(noted[name][place]) for place in places] for name, places in fresh.items()}
+        parts = self.accelerator.replicas.gather_objects([[weight, own]])
+        for name, places in fresh.items():
+            for index, place in enumerate(places):
+                known = [(each, values[name][index]) for each, values in parts if len(values.get(name, ())) > index]
+                noted[name][place] = _OfReplicas(_joined(name, known))
+
+    def _estimate_optimal_values(self) -> None:
+        """Estimate values as A2PO does, each replica those of its share of the samples."""
+        replicas = self.plugin.dp_size
+        for dataset in (self.train_dataset, self.eval_dataset):
+            rest = len(dataset or ()) % (self.args.per_device_train_batch_size * replicas)
+            if 0 < rest < replicas:
+                raise _unlike_shares(self, [0] * (replicas - rest) + [1] * rest)
+        super()._estimate_optimal_values()
+
+    def _check_shares(self, rows: int) -> None:
+        """Refuse a batch of which a replica has no samples, or, where groups are compared, fewer than another.
+
+        Raises:
+            ConfigurationError: the samples of each replica; raised on all of them.
+        """
+        if self.plugin.dp_size == 1:
+            return
+        counts = self.accelerator.replicas.gather(torch.tensor(rows, device=self.args.device)).tolist()
+        compares = _names_in_trl(type(self))[0] in (*SERVED, "SDPOTrainer")
+        if min(counts) == 0 or (compares and len(set(counts)) > 1):
+            raise _unlike_shares(self, counts)
 
     # ----- processes are replicas -----
 
@@ -454,6 +327,36 @@ class BoostedTRLTrainer:
         """Score a batch by the reference in the precision of the training."""
         with self.compute_loss_context_manager():
             return super().compute_ref_log_probs(model, inputs)
+
+
+class _OfReplicas(float):
+    """A metric of the samples of all replicas."""
+
+
+def _tokens_of(inputs: Any) -> int:
+    """Return the number of tokens that count in a loss: those of completions, but for answers of tools."""
+    mask = inputs["completion_mask"] if "completion_mask" in inputs else inputs["labels"] != -100
+    return int((mask * inputs.get("tool_mask", mask)).sum())
+
+
+# Trainers that note metrics of a process -> what a metric of a batch is a mean over.
+_NOTED: dict[str, Callable[[Any], int]] = {"A2POTrainer": lambda inputs: len(inputs["input_ids"])}
+_NOTED["IWOPDTrainer"] = _tokens_of
+
+
+def _joined(name: str, known: list[tuple[int, float]]) -> float:
+    """Return a metric of all replicas, of pairs of its weight and its value on each."""
+    values = [value for _, value in known]
+    if "min_" in name or "max_" in name:
+        return min(values) if "min_" in name else max(values)
+    return sum(weight * value for weight, value in known) / max(sum(weight for weight, _ in known), 1)
+
+
+def _unlike_shares(trainer: Any, counts: list[int]) -> ConfigurationError:
+    return ConfigurationError(
+        f"the replicas of a {type(trainer).__name__} get {counts} samples of a batch, and generate for as many each; "
+        f"use as many samples as make whole batches, or dataloader_drop_last=True"
+    )
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import trl
 
 from booster.errors import ConfigurationError
 from booster.integrations.transformers import boosted
-from booster.integrations.trl_trainers import check_callbacks, check_trainer_class
+from booster.integrations.trl_arguments import check_callbacks, check_trainer_class
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.trl_jobs import (
     Job,
@@ -132,19 +132,19 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
         "GRPOConfig(num_generations=2) does not divide the 3 completions of a generation: per_device_train_batch_size="
         "3, times steps_per_generation=1, times 1 replicas; use a divisor, or a larger batch",
     ),
-    "means over completions": (
-        Job("online_dpo"),
+    "means over tokens and completions": (
+        Job("sdpo"),
+        {"distillation_weight": 0.5, "loss_type": "bnpo"},
         {},
-        {},
-        "OnlineDPOTrainer takes means over the completions of a batch, which dp_size=2 shares out; use dp_size=1, as "
-        "with tp_size or pp_size for all ranks",
+        "SDPOConfig(distillation_weight=0.5) adds means over the tokens and over the completions of a batch, which "
+        "dp_size=2 shares out; use dp_size=1, or loss_type='grpo'",
     ),
     "entropy bonus": (
         Job("grpo"),
-        {"entropy_coef": 0.1},
+        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
         {},
         "the entropy bonus of GRPOConfig is a mean over the tokens of a batch, which dp_size=2 shares out; use "
-        "dp_size=1, or entropy_coef=0.0",
+        "dp_size=1, or entropy_coef with top_entropy_quantile=1.0, without use_adaptive_entropy",
     ),
     "no plugin": (
         Job("sft"),
@@ -172,7 +172,7 @@ def _make(job: Job, given: dict[str, Any], layout: dict[str, Any], folder: str) 
     plugin = layout["plugin"] if "plugin" in layout else HybridParallelPlugin(**layout)
     args = config(folder, bf16=False, use_cpu=True, report_to="none", **given)
     data = Dataset.from_list(rows_of(job, 8))
-    if job.kind in ("grpo", "online_dpo"):
+    if job.kind in ("grpo", "online_dpo", "sdpo"):
         options["reward_funcs"] = of_letters
     boosted(trainer)(args=args, train_dataset=data, plugin=plugin, **options)
 
@@ -262,7 +262,7 @@ def _version(monkeypatch: pytest.MonkeyPatch, found: str | Exception) -> None:
             raise found
         return found
 
-    monkeypatch.setattr("booster.integrations.trl_trainers.version", version)
+    monkeypatch.setattr("booster.integrations.trl_arguments.version", version)
 
 
 def test_an_old_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import GenerationMixin
 
 from zoo_tests.booster.integrations.trl_jobs import Job, differences, ranks_of, run, trainer_of
 from zoo_tests.harness.ranks import run_on_ranks
 
 _LORA: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 _REUSED = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "num_iterations": 2, "loss_type": "grpo"}
-_NO_EVALUATION = {"eval_strategy": "no"}  # TRL has none for it
 _GREEDY = {"generation_kwargs": {"do_sample": False}}
 JOBS = {
     "grpo": Job("grpo", {"beta": 0.04, **_REUSED}),
@@ -32,20 +33,41 @@ JOBS = {
     "grpo sequences": Job("grpo", {"importance_sampling_level": "sequence", **_REUSED}),
     "rloo": Job("rloo", {"beta": 0.05, "steps_per_generation": 2}),
     "grpo bnpo": Job("grpo", {"beta": 0.04, "loss_type": "bnpo"}),
+    "grpo entropy": Job("grpo", {"entropy_coef": 0.1}),
     "gmpo": Job("gmpo", {"beta": 0.04}),
     "gkd": Job("gkd", {"lmbda": 0.6, "max_new_tokens": 7}, data="chats"),
-    "online_dpo": Job("online_dpo", _NO_EVALUATION),
-    "online_dpo lora": Job("online_dpo", _NO_EVALUATION, adapters=_LORA),
+}
+_FURTHER = {
+    "online_dpo": Job("online_dpo", {"eval_strategy": "no"}),  # TRL has none for it
     "sdpo": Job("sdpo"),
-    "sdpo lora": Job("sdpo", adapters=_LORA),
     "sdft": Job("sdft"),
     "a2po": Job("a2po"),
     "iw_opd": Job("iw_opd", {"distillation_objective": "jsd"}, data="chats"),
     "gold": Job("gold", data="chats"),
 }
-SAMPLE = {"grpo": "tp2pp2", "grpo lora": "pp2", "rloo": "tp2"}
-_OF_REPLICAS = {"grpo": "dp2", "grpo without reference": "pp2dp2", "rloo": "dp2", "grpo bnpo": "dp2"}
-_OF_REPLICAS |= {"gmpo": "dp2", "gkd": "dp2"}
+for _name, _job in _FURTHER.items():
+    _top = {"top_k": 1} if _name in ("a2po", "iw_opd", "gold") else _GREEDY  # they take no generation_kwargs
+    JOBS[_name], JOBS[f"{_name} greedy"] = _job, dataclasses.replace(_job, arguments=_job.arguments | _top)
+    JOBS[f"{_name} lora"] = dataclasses.replace(_job, adapters=_LORA, trained_adapters=_name == "a2po")
+JOBS["iw_opd own"] = Job("iw_opd", {"distillation_objective": "iw_opd"}, data="chats")
+SAMPLE = {"grpo": "tp2pp2", "rloo": "pp2"}
+_OF_REPLICAS = {
+    "grpo": "dp2",
+    "grpo without reference": "pp2dp2",
+    "grpo bnpo": "dp2",
+    "grpo entropy": "dp2",
+    "online_dpo": "dp2",
+    "iw_opd own": "dp2",
+    **dict.fromkeys(("rloo", "gmpo", "gkd", "gold", "sdpo", "sdft", "a2po"), "dp2"),
+}
+_ALIKE = tuple(_OF_REPLICAS)[6:]  # to those before
+# What TRL takes over the padded length of a process, or as a mean over the means of processes.
+_MEANS_OF_MEANS = {
+    "online_dpo": ("objective/kl", "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy"),
+    "sdpo": ("self_distillation/distillation_loss", "sdpo/distillation_loss"),
+    "sdft": ("self_distillation/distillation_loss", "sdft/distillation_loss"),
+    "grpo": ("policy_loss",),
+}
 _TOLERANCE = 1e-5
 _CAMPAIGN = pytest.mark.campaign
 
@@ -59,7 +81,7 @@ def _check(found: list[list[dict[str, Any]]], expected: list[dict[str, Any]]) ->
     logged = {name for each in expected for name in each}
     for each in found:
         worst = differences(each, expected)
-        assert {"loss", "eval_loss", *logged & {"reward", "entropy"}} <= worst.keys()
+        assert {"loss", *logged & {"eval_loss", "reward", "entropy"}} <= worst.keys()
         assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE}
 
 
@@ -84,58 +106,53 @@ def test_twenty_steps_log_what_one_process_logs(name: str, layout: str, tmp_path
 # ----- replicas -----
 
 
-_GENERATES = {"gkd": "generate_on_policy_outputs"}
-
-
 def record(job: Job, folder: str, layout: str) -> tuple[int, list[dict[str, Any]], list[list[list[int]]]]:
-    """Train on this rank; return its replica, what it logs, and the completions of each generation."""
+    """Train on this rank; return its replica, what it logs, and the tokens of each row of each generation."""
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+
     generations: list[list[list[int]]] = []
-
-    def watch(trainer: Any) -> None:
-        name = _GENERATES.get(job.kind, "_generate_single_turn")
-        generate = getattr(trainer, name)
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            found = generate(*args, **kwargs)
-            if job.kind == "gkd":  # ids and labels, [batch, length]
-                generations.append([ids[labels != -100].tolist() for ids, _, labels in zip(*found, strict=True)])
-            else:
-                generations.append(found[0] if isinstance(found, tuple) else found)  # RLOO returns no log-probabilities
-            return found
-
-        setattr(trainer, name, recorded)
-        replicas.append(trainer.accelerator.process_index)
-
     replicas: list[int] = []
-    history = run(job, folder, layout, before=watch)
+    generate = HybridParallelModel.generate
+
+    def recorded(model: Any, input_ids: torch.Tensor, **options: Any) -> Any:
+        found = generate(model, input_ids=input_ids, **options)
+        ids = found if isinstance(found, torch.Tensor) else found.sequences
+        generations.append(ids[:, input_ids.shape[1] :].tolist())
+        return found
+
+    with patch.object(HybridParallelModel, "generate", recorded):
+        history = run(job, folder, layout, before=lambda each: replicas.append(each.accelerator.process_index))
     return replicas[0], history, generations
 
 
 def _replay(job: Job, folder: Path, generations: list[list[list[int]]]) -> list[dict[str, Any]]:
     """Train plainly with the completions that replicas have drawn."""
+    following = iter(generations)
 
-    def replace(trainer: Any) -> None:
-        following = iter(generations)
+    def completed(model: Any, input_ids: torch.Tensor, generation_config: Any, **options: Any) -> Any:
+        rows, count = next(following), generation_config.num_return_sequences or 1
+        padded = torch.tensor([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])
+        ids = torch.cat([input_ids.repeat_interleave(count, 0), padded], 1)
+        return SimpleNamespace(sequences=ids) if options.get("return_dict_in_generate") else ids
 
-        def completed(model: Any, inputs: Any, config: Any) -> tuple[torch.Tensor, ...]:
-            rows, prompts = next(following), inputs["prompts"]
-            padded = torch.tensor([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])
-            mask = torch.tensor([[1] * len(row) + [0] * (padded.shape[1] - len(row)) for row in rows])
-            labels = torch.cat([torch.full_like(prompts, -100), padded.masked_fill(mask == 0, -100)], 1)
-            return torch.cat([prompts, padded], 1), torch.cat([inputs["prompt_attention_mask"], mask], 1), labels
+    with patch.object(GenerationMixin, "generate", completed):
+        history = run(job, str(folder))
+    assert not list(following)
+    return history
 
-        if job.kind == "gkd":
-            trainer.generate_on_policy_outputs = completed
-        elif job.kind == "rloo":
-            trainer._generate_single_turn = lambda *args, **kwargs: next(following)
-        else:
-            trainer._generate_single_turn = lambda *args, **kwargs: (next(following), None)
 
-    return run(job, str(folder), before=replace)
+def _joined(job: Job, one: list[list[int]], other: list[list[int]]) -> list[list[int]]:
+    """The rows of two replicas in the order of one process: OnlineDPO answers all prompts twice."""
+    if job.kind != "online_dpo":
+        return one + other
+    half, rest = len(one) // 2, len(other) // 2
+    return one[:half] + other[:rest] + one[half:] + other[rest:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _OF_REPLICAS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=_CAMPAIGN) if name in _ALIKE else name for name in _OF_REPLICAS]
+)
 def test_replicas_log_what_one_process_logs_of_their_completions(name: str, tmp_path: Path) -> None:
     job, layout = _steps(JOBS[name], 4), _OF_REPLICAS[name]
     if "steps_per_generation" in job.arguments:  # each replica shuffles its own rows over the steps
@@ -147,8 +164,58 @@ def test_replicas_log_what_one_process_logs_of_their_completions(name: str, tmp_
     for replica, _, generations in found:
         assert generations == shares[replica], "the ranks of a replica draw the same"
     assert shares[0] != shares[1], "replicas draw by themselves"
-    joined = [one + other for one, other in zip(shares[0], shares[1], strict=True)]
-    _check([history for _, history, _ in found], _replay(job, tmp_path / "plain", joined))
+    joined = [_joined(job, one, other) for one, other in zip(shares[0], shares[1], strict=True)]
+    means = _MEANS_OF_MEANS.get(job.kind, ())
+    kept = [
+        [{key: each[key] for key in each if key.removeprefix("eval_") not in means} for each in history]
+        for history in (_replay(job, tmp_path / "plain", joined), *(history for _, history, _ in found))
+    ]
+    _check(kept[1:], kept[0])
+
+
+# ----- trainer and sampler -----
+
+
+def log_probs_by_text(folder: str, layout: str) -> list[dict[tuple[int, ...], list[float]]]:
+    """Update once with `reproducible=True`; return tokens -> log-probabilities, as generated, scored and trained on."""
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+
+    generated, scored, trained = made = [{}, {}, {}]
+    temperature, generate = 0.8, HybridParallelModel.generate
+
+    def recorded(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> torch.Tensor:
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+        found = generate(model, input_ids=input_ids, attention_mask=attention_mask, **options)
+        log_probs = (torch.stack(found.logits, 1).float() / temperature).log_softmax(-1)  # [rows, tokens, vocabulary]
+        answers = found.sequences[:, input_ids.shape[1] :]
+        log_probs = log_probs.gather(-1, answers[..., None])[..., 0]
+        for prompt, row, values in zip(input_ids, answers.tolist(), log_probs.tolist(), strict=True):
+            count = next((index + 1 for index, each in enumerate(row) if each in range(1, 40)), len(row))
+            generated[(*prompt[prompt > 0].tolist(), *row[:count])] = values[:count]
+        return found.sequences
+
+    def watch(trainer: Any) -> None:
+        score = trainer._get_per_token_logps_and_entropies
+
+        def watched(model: Any, ids: torch.Tensor, mask: torch.Tensor, count: int, *rest: Any, **options: Any) -> Any:
+            found = score(model, ids, mask, count, *rest, **options)
+            for text, seen, values in zip(ids, mask.bool(), found[0].detach(), strict=True):
+                log_probs = values[seen[-count:]].tolist()
+                (trained if torch.is_grad_enabled() else scored)[tuple(text[seen].tolist())] = log_probs
+            return found
+
+        trainer._get_per_token_logps_and_entropies = watched
+
+    job = Job("grpo", {"temperature": temperature, "max_steps": 1, **_REUSED}, plugin={"reproducible": True})
+    with patch.object(HybridParallelModel, "generate", recorded):
+        run(job, folder, layout, before=watch)
+    return made
+
+
+@pytest.mark.slow
+def test_grpo_trains_on_the_bits_that_it_has_sampled_from(tmp_path: Path) -> None:
+    for generated, scored, trained in run_on_ranks(2, log_probs_by_text, str(tmp_path), "tp2", timeout_s=300.0):
+        assert generated == scored == trained and len(trained) > 8, "the ratio of the first update is exactly 1"
 
 
 # ----- checkpoints -----
@@ -167,7 +234,9 @@ def test_sampling_goes_on_in_another_layout(first: str, then: str, tmp_path: Pat
         assert max(worst.values()) < _TOLERANCE, worst
 
 
-# ----- tools -----
+# ----- tools, environments and rollouts -----
+
+_calls: list[str] = []
 
 
 def look_up(word: str) -> str:
@@ -185,7 +254,44 @@ def look_up(word: str) -> str:
     return f"{word} {dist.get_rank() if dist.is_initialized() else 0}"
 
 
-_calls: list[str] = []
+class Library:
+    """An environment that keeps what was looked up in it, and gives rewards for it."""
+
+    def reset(self, **example: Any) -> str:
+        self.words: list[str] = []
+        return f" {len(_calls) % 10}"
+
+    def look_up(self, word: str) -> str:
+        """Look up a word.
+
+        Args:
+            word: the word.
+
+        Returns:
+            What is known of it, and how many were looked up.
+        """
+        self.words.append(word)
+        return f"{look_up(word)} {len(self.words)}"
+
+    async def get_reward(self) -> float:
+        return len(self.words) - len(_calls) % 3 / 4
+
+
+def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """Generate twice, the second turn after a word of this rank's own."""
+    _calls.append(str(len(prompts)))
+    ids = [trainer.processing_class.apply_chat_template(each, return_dict=True)["input_ids"] for each in prompts]
+    turns: list[list[list[int]]] = [[] for _ in ids]
+    for turn in range(2):
+        texts = [prompt + sum(each, []) for prompt, each in zip(ids, turns, strict=True)]
+        width = max(map(len, texts))
+        padded = torch.tensor([[0] * (width - len(each)) + each for each in texts])
+        found = trainer.model.generate(input_ids=padded, attention_mask=padded.ne(0).long(), max_new_tokens=5)
+        for each, row in zip(turns, found[:, width:].tolist(), strict=True):
+            each.append([*filter(None, row), 50 + turn])
+    completions = [sum(each, []) for each in turns]
+    mask = [[int(token < 50) for token in each] for each in completions]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None, "env_mask": mask}
 
 
 def _parsed(tokenizer: Any, ids: list[int], **further: Any) -> dict[str, Any]:
@@ -197,21 +303,31 @@ def _parsed(tokenizer: Any, ids: list[int], **further: Any) -> dict[str, Any]:
     return message
 
 
-def with_tools(job: Job, folder: str, layout: str | None = None) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return what is logged, and the words that were looked up on this rank."""
+def with_outside(job: Job, folder: str, layout: str | None = None) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what is logged, and what was called on this rank."""
     _calls.clear()
     with patch("trl.trainer.grpo_trainer.parse_response", _parsed):
         return run(job, folder, layout), list(_calls)
 
 
+_OUTSIDE = {
+    "tools": {"tools": [look_up]},
+    "environments": {"environment_factory": Library},
+    "rollouts": {"rollout_func": roll_out},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2pp2", marks=_CAMPAIGN)])
-def test_a_tool_runs_once_for_the_ranks_of_a_replica(layout: str, tmp_path: Path) -> None:
-    job = Job("grpo", {"max_completion_length": 24, "max_steps": 3, "learning_rate": 5e-4}, tools=(look_up,))
-    expected, words = with_tools(job, str(tmp_path / "plain"))
-    (first, called), *others = run_on_ranks(ranks_of(layout), with_tools, job, str(tmp_path / layout), layout)
-    assert called == words and len(words) > 8 and not any(calls for _, calls in others)
-    for history in (first, *(history for history, _ in others)):
+@pytest.mark.parametrize("name", [pytest.param("tools", marks=_CAMPAIGN), "environments", "rollouts"])
+def test_programs_outside_say_the_same_to_the_ranks_of_a_replica(name: str, layout: str, tmp_path: Path) -> None:
+    given = {"max_completion_length": 24, "max_steps": 3, "learning_rate": 5e-4}
+    job = Job("grpo", given, outside=_OUTSIDE[name])
+    expected, calls = with_outside(job, str(tmp_path / "plain"))
+    found = run_on_ranks(ranks_of(layout), with_outside, job, str(tmp_path / layout), layout, timeout_s=300.0)
+    others = calls if name == "rollouts" else []  # every rank of the model runs it
+    assert [called for _, called in found] == [calls, *[others] * (len(found) - 1)] and len(calls) >= 3
+    for history, _ in found:
         worst = differences(history, expected)
-        assert {"tools/call_frequency", "tools/failure_frequency", "loss"} <= worst.keys()
+        assert {"loss", *(["tools/call_frequency"] if name != "rollouts" else [])} <= worst.keys()
         assert max(worst.values()) < _TOLERANCE, worst

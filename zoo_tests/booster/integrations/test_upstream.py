@@ -156,6 +156,9 @@ def test_trl_has_what_we_override(trainer_class: str, name: str) -> None:
 
 def test_trl_generates_by_what_we_replace() -> None:
     from trl import GRPOTrainer
+    from trl.experimental.a2po import A2POTrainer
+    from trl.experimental.iw_opd import IWOPDTrainer
+    from trl.experimental.online_dpo import OnlineDPOTrainer
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -165,6 +168,12 @@ def test_trl_generates_by_what_we_replace() -> None:
     assert [*inspect.signature(VLLMClient.update_named_params).parameters] == ["self", "metadata", "named_params"]
     source = inspect.getsource(GRPOTrainer)
     assert "vllm_client.get_server_info()" in source and source.count("self._standalone_tools") == 2
+    assert "self.rollout_func(prompts, self)" in source and "apply_coef = self.entropy_coef\n" in source
+    source = inspect.getsource(OnlineDPOTrainer)
+    assert "self.accelerator.backward(loss, **kwargs)" in source and 'self.stats["rewards/chosen"].append(' in source
+    assert inspect.getsource(A2POTrainer).count("self._estimate_optimal_values()") == 2
+    for each, metric in ((A2POTrainer, "implicit_reward"), (IWOPDTrainer, "iw_opd/mean_weight")):
+        assert f'self._metrics[mode]["{metric}"].append(' in inspect.getsource(each)
 
 
 def test_trl_switches_adapters_as_we_do() -> None:

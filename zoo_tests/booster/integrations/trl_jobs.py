@@ -80,7 +80,7 @@ class Job:
         samples: how many of them to train on.
         plugin: more options of the layout.
         dtype: of the weights.
-        tools: what the model may call.
+        outside: tools, environments and rollouts: more arguments of the trainer.
     """
 
     kind: str
@@ -94,7 +94,7 @@ class Job:
     samples: int = 29
     plugin: dict[str, Any] = dataclasses.field(default_factory=dict)
     dtype: str = "float32"
-    tools: tuple[Any, ...] = ()
+    outside: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 GENERATING = ("grpo", "rloo", "gmpo", "sdpo")
@@ -106,7 +106,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(GENERATING, {"num_generations": 4, "max_completion_length": 9}),
     "online_dpo": {"max_new_tokens": 9},
     "a2po": {"max_completion_length": 9, "num_value_samples": 3, "filter_all_incorrect": False},
-    "sdft": {"max_completion_length": 9},
+    "sdft": {"num_generations": 2, "max_completion_length": 9},
     "iw_opd": {"max_completion_length": 9},
     "gold": {"max_completion_length": 9, "use_uld_loss": False},
 }
@@ -180,7 +180,7 @@ def rows_of(job: Job, count: int, seed: int = 0) -> list[dict[str, Any]]:
             again = [user, assistant] if index % 3 == 0 else []
             rows.append({"messages": [*again, user, assistant]})
         elif job.kind in _PROMPTED:
-            prompt = [{"role": "user", "content": prompt}] if job.tools else prompt
+            prompt = [{"role": "user", "content": prompt}] if job.outside else prompt
             rows.append({"prompt": prompt} | ({"privileged_context": good} if job.kind == "sdft" else {}))
         elif job.kind == "sft":
             rows.append({"prompt": prompt, "completion": good})
@@ -216,7 +216,7 @@ def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
     options: dict[str, Any] = {"model": model, "processing_class": tokenizer()}
     options["train_dataset"] = datasets.Dataset.from_list(rows_of(job, job.samples))
     options["eval_dataset"] = datasets.Dataset.from_list(rows_of(job, 11, seed=100))
-    if job.kind in GENERATING:  # accelerate cuts values of the last batch as if no prompt were repeated
+    if job.kind in (*GENERATING, "sdft"):  # accelerate cuts values of the last batch as if no prompt were repeated
         options["eval_dataset"] = datasets.Dataset.from_list(rows_of(job, 8, seed=100))
     if job.trained_adapters:
         options["model"] = with_trained_adapters(model, job.adapters)
@@ -232,8 +232,13 @@ def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
         options["teacher_model"].config.save_pretrained(f"{folder}/tokenizer")
     if job.kind in _REWARDED:
         options["reward_funcs"] = [of_success] if job.kind == "a2po" else [of_letters, of_length]
-    if job.tools:
-        options |= {"tools": list(job.tools), "reward_funcs": of_length}
+    if job.kind == "a2po":  # it takes the tokenizer's side, and what is generated behind padding depends on its length
+        options["processing_class"].padding_side = "left"
+    if job.kind == "rloo":
+        options["reward_funcs"].append(model_of(dataclasses.replace(job, kind="reward"), seed=5))
+        options["reward_processing_classes"] = [None, None, tokenizer()]
+    if job.outside:
+        options |= job.outside | {"reward_funcs": of_length}
         options["processing_class"].response_schema = {}  # `parse_response` is a test's own
     if job.kind in (*GENERATING, "sdft"):
         # TRL loads the reference from where the model says that it comes from; the plain run comes first.

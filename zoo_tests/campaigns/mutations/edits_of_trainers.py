@@ -64,8 +64,8 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
     ),
     "TRL: bnpo weighs replicas by samples": Edit(
         "booster.integrations.trl_trainers",
-        'rows = int((mask * inputs.get("tool_mask", mask)).sum())',
-        "rows = len(mask)",
+        'return int((mask * inputs.get("tool_mask", mask)).sum())',
+        "return len(mask)",
         (f"{_GENERATION}::test_replicas_log_what_one_process_logs_of_their_completions[grpo bnpo]",),
     ),
     "TRL: each rank runs its tools": Edit(

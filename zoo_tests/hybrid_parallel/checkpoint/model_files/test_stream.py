@@ -102,6 +102,13 @@ def test_what_save_model_writes(name: str, tmp_path: Path) -> None:
     run_on_ranks(world_size, _check, family, options, tmp_path)
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, {"zero_stage": 3}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_save_model_writes_of_every_family(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    run_on_ranks(2, _check, family, options, tmp_path)
+
+
 _ADAPTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "columns and rows": ("llama", {"tp_size": 2}, {"target_modules": ["q_proj", "o_proj", "embed_tokens"]}),
     "transposed": ("gpt2", {"tp_size": 2}, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
