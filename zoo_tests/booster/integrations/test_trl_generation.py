@@ -278,7 +278,9 @@ class Library:
 
 
 def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """Generate twice, the second turn after a word of this rank's own."""
+    """Generate twice, the second turn after a token from outside."""
+    from trl.models import utils
+
     _calls.append(str(len(prompts)))
     ids = [trainer.processing_class.apply_chat_template(each, return_dict=True)["input_ids"] for each in prompts]
     turns: list[list[list[int]]] = [[] for _ in ids]
@@ -286,7 +288,8 @@ def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         texts = [prompt + sum(each, []) for prompt, each in zip(ids, turns, strict=True)]
         width = max(map(len, texts))
         padded = torch.tensor([[0] * (width - len(each)) + each for each in texts])
-        found = trainer.model.generate(input_ids=padded, attention_mask=padded.ne(0).long(), max_new_tokens=5)
+        with utils.unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+            found = model.generate(input_ids=padded, attention_mask=padded.ne(0).long(), max_new_tokens=5)
         for each, row in zip(turns, found[:, width:].tolist(), strict=True):
             each.append([*filter(None, row), 50 + turn])
     completions = [sum(each, []) for each in turns]

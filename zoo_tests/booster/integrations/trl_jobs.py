@@ -231,7 +231,9 @@ def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
         options["teacher_model"].config._name_or_path = f"{folder}/tokenizer"
         options["teacher_model"].config.save_pretrained(f"{folder}/tokenizer")
     if job.kind in _REWARDED:
-        options["reward_funcs"] = [of_success] if job.kind == "a2po" else [of_letters, of_length]
+        options["reward_funcs"] = {"a2po": [of_success], "online_dpo": [of_letters]}.get(
+            job.kind, [of_letters, of_length]
+        )
     if job.kind == "a2po":  # it takes the tokenizer's side, and what is generated behind padding depends on its length
         options["processing_class"].padding_side = "left"
     if job.kind == "rloo":
