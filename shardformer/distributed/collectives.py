@@ -72,12 +72,14 @@ def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def all_gather_dim(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
     """Concatenate the equal slices of all ranks along `dim`; `length` is the size of `dim` without padding."""
-    shard, size = x.movedim(dim, 0).contiguous(), dist.get_world_size(group)
-    if torch.compiler.is_compiling():
-        out = _wait(_in_graph.all_gather_into_tensor(shard, size, group.group_name))
-    else:
-        out = shard.new_empty((size * shard.shape[0], *shard.shape[1:]))
-        all_gather_flat(out, shard, group=group)
+    size = dist.get_world_size(group)
+    if torch.compiler.is_compiling():  # inductor joins this very form with the products that read it
+        parts = _wait(_in_graph.all_gather_into_tensor(x.contiguous(), size, group.group_name)).chunk(size)
+        out = torch.cat(parts, dim)
+        return out if length in (None, out.shape[dim]) else out.narrow(dim, 0, length).contiguous()
+    shard = x.movedim(dim, 0).contiguous()
+    out = shard.new_empty((size * shard.shape[0], *shard.shape[1:]))
+    all_gather_flat(out, shard, group=group)
     out = out.movedim(0, dim)
     return without_base(out if length is None else out.narrow(dim, 0, length).contiguous())
 
@@ -87,16 +89,18 @@ def without_base(x: Tensor) -> Tensor:
 
     Autograd refuses that for a view made in a custom function. Nothing else may read the memory of `x`.
     """
-    return x if torch.compiler.is_compiling() else x.new_empty(0).set_(x)
+    return x.new_empty(0).set_(x)
 
 
 def reduce_scatter_dim(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sum over ranks and keep this rank's equal slice of `dim`, padded with zeros."""
-    out, full = _scatter_buffers(x, dim, group)
     if torch.compiler.is_compiling():
-        out = _wait(_in_graph.reduce_scatter_tensor(full, "sum", dist.get_world_size(group), group.group_name))
-    else:
-        reduce_scatter_flat(out, full, group=group)
+        size = dist.get_world_size(group)
+        x = pad_dim(x, dim, size)
+        x = torch.cat(x.chunk(size, dim)) if dim else x.contiguous()
+        return _wait(_in_graph.reduce_scatter_tensor(x, "sum", size, group.group_name))
+    out, full = _scatter_buffers(x, dim, group)
+    reduce_scatter_flat(out, full, group=group)
     return out if dim == 0 else without_base(out.movedim(0, dim).contiguous())
 
 

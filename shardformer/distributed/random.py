@@ -108,7 +108,8 @@ def prepare_tracing_of_regions() -> None:
 
     Not on import: `torch.library` looks through all modules, and would load those that load themselves when used.
     """
-    random_op = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+    tags = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # states of the host are not recorded
+    random_op = partial(torch.library.custom_op, mutates_args=(), tags=tags)
 
     @random_op("booster::enter_region")
     def enter(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,10 @@ recipes,
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,11 @@ from shardformer.matmul.kernel import no_view
 from shardformer.matmul.native import Native
 
 _BLOCK = 32  # values with one scale in mxfp8
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 class _Rounded:
@@ -38,6 +45,12 @@ class _Rounded:
 
         No value is beyond the end of the range by more than the rounding of a division, which e4m3 and e5m2 round back.
         """
+        self._columns: Tensor | None = None  # the values, transposed
+        if x.is_cuda and _has_triton():
+            from shardformer.matmul.float8_cast import operator  # needs Triton
+
+            self.values, self._columns, self.scale = operator()(x.detach(), is_gradient)
+            return
         dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
         largest = torch.finfo(dtype).max
         # One pass, and no temporary for absolute values. fp32, because 16-bit quotients would be rounded twice.
@@ -48,8 +61,12 @@ class _Rounded:
 
     def transposed(self) -> _Rounded:
         """Return the transpose, in memory of its own."""
+        columns = self.values.t().contiguous() if self._columns is None else self._columns
+        return self._with(columns, self.values)
+
+    def _with(self, values: Tensor, columns: Tensor | None = None) -> _Rounded:
         result = object.__new__(_Rounded)
-        result.scale, result.values = self.scale, self.values.t().contiguous()
+        result.scale, result.values, result._columns = self.scale, values, columns
         return result
 
     def times(self, other: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
@@ -67,11 +84,8 @@ class _Rounded:
         """Return the matrix with `missing` further rows of zeros."""
         if missing == 0:
             return self
-        result = object.__new__(_Rounded)
         # As bytes, which every device can copy; a zero is the byte 0 in both formats.
-        padded = F.pad(self.values.view(torch.uint8), (0, 0, 0, missing)).view(self.values.dtype)
-        result.scale, result.values = self.scale, padded
-        return result
+        return self._with(F.pad(self.values.view(torch.uint8), (0, 0, 0, missing)).view(self.values.dtype))
 
 
 class _RoundedRows(_Rounded):

@@ -215,11 +215,12 @@ def gather_on_entry(module: nn.Module, region: SequenceParallel, overlaps: bool 
     """Let `module`, a tensor-parallel region, see the whole sequence.
 
     With `overlaps`, it starts before the tokens of other ranks arrive: its column-parallel layers multiply this rank's
-    tokens meanwhile.
+    tokens meanwhile. In a graph the compiler splits the gather and the products.
     """
 
     def start(x: Tensor) -> Tensor:
-        return PendingGather(x, region).placeholder() if overlaps and x.dim() > 2 else region.gather(x)
+        pends = overlaps and x.dim() > 2 and not torch.compiler.is_compiling()
+        return PendingGather(x, region).placeholder() if pends else region.gather(x)
 
     module.gathered = region
     module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, start), with_kwargs=True)

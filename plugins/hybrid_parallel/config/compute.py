@@ -30,6 +30,7 @@ class KernelOptions(OptionGroup):
             their scores; None keeps all activations.
         tiled_mlp: compute feed-forwards in tiles of tokens, and recompute each tile in the backward pass.
         compile_layers: compile each layer with `torch.compile`; off by default, because no GPU has measured it.
+        cuda_graphs: record each compiled layer as a CUDA graph; no GPU has replayed one.
     """
 
     enable_fused_normalization: bool = option(False, SWITCH)
@@ -61,6 +62,7 @@ class KernelOptions(OptionGroup):
     )
     tiled_mlp: bool = option(False, SWITCH)
     compile_layers: bool = option(False, SWITCH)
+    cuda_graphs: bool = option(False, SWITCH)
 
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")

@@ -157,6 +157,7 @@ _OF_OTHERS = {
     "gradient_checkpointing='full'": "activation_checkpointing activation_checkpoint gradient_checkpoint_config "
     "recompute recompute_granularity use_gradient_checkpointing checkpoint_activations",
     "compile_layers=True": "compile torch_compile use_torch_compile dynamo_backend",
+    "cuda_graphs=True": "cuda_graph enable_cuda_graph use_cuda_graphs cuda_graph_impl",
     "tiled_mlp=True": "tiled_mlp_num_shards tiled_mlp_compute mlp_chunks_for_training",
     "enable_flash_attention=True": "use_flash_attn use_flash_attention use_flash_attention_2 flash_attention "
     "attn_implementation",

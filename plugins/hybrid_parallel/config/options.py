@@ -287,6 +287,7 @@ class HybridParallelConfig:
         if self.kernels.enable_sequence_overlap and not parallel.enable_sequence_parallelism:
             problems.append("enable_sequence_overlap=True needs enable_sequence_parallelism=True; use it, or False")
         problems += self._check_compilation() if self.kernels.compile_layers else []
+        problems += self._check_cuda_graphs() if self.kernels.cuda_graphs else []
         problems += conflicts_with_reproducible(self.options()) if self.debugging.reproducible else []
         if self.mixed_precision.precision != "fp8" and self.mixed_precision.fp8_recipe in ("rowwise", "mxfp8"):
             problems.append(
@@ -324,11 +325,6 @@ class HybridParallelConfig:
         """Return one sentence for each option that `compile_layers` excludes."""
         kernels = self.kernels
         problems = []
-        if kernels.enable_sequence_overlap:
-            problems.append(
-                "compile_layers=True cannot trace tokens that are still being gathered; use "
-                "enable_sequence_overlap=False, or compile_layers=False"
-            )
         if self.debugging.debug:
             problems.append("debug=True looks into every module, which compile_layers=True merges; use one of them")
         if kernels.tiled_mlp:
@@ -346,6 +342,24 @@ class HybridParallelConfig:
                 "compile_layers=False"
             )
         return problems
+
+    def _check_cuda_graphs(self) -> list[str]:
+        """Return one sentence for each option under which tensors of a layer are at other addresses in each step."""
+        if not self.kernels.compile_layers:
+            return ["cuda_graphs=True records compiled layers; use compile_layers=True, or cuda_graphs=False"]
+        moving = self._breaks_of_graphs()
+        moving += [f"pp_size={self.parallel.pp_size}"] if self.parallel.pp_size > 1 else []
+        moving += ["zero_stage=3"] if self.zero.zero_stage == 3 else []
+        moving += [
+            f"{name}={value!r}"
+            for name in ("offload_activations", "offload_parameters")
+            if (value := getattr(self.offload, name)) is not None
+        ]
+        return [
+            f"cuda_graphs=True needs the tensors of layers at the same addresses in each step, which {each} does not "
+            "keep; use cuda_graphs=False"
+            for each in moving
+        ]
 
     def _breaks_of_graphs(self) -> list[str]:
         """Return the options whose operations run between the graphs of a compiled layer."""

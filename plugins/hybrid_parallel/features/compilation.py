@@ -1,4 +1,8 @@
-"""The option `compile_layers`: `torch.compile` of each layer of a sharded model (regional compilation)."""
+"""The option `compile_layers`: `torch.compile` of each layer of a sharded model (regional compilation).
+
+On GPUs inductor records each graph as a CUDA graph (`cuda_graphs`), and splits collectives of sequence parallelism and
+the products that read or make their tokens into parts that overlap (`enable_sequence_overlap`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.compute import KernelOptions
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature
 from shardformer.attention.registry import trace_lookups
@@ -22,10 +27,14 @@ from shardformer.utils.untraced import prepare_tracing
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+    from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 
 _BACKEND = "inductor"
 # All layers of a kind share one compilation, and one limit, which towers and decoders of several kinds exceed.
 _RECOMPILE_LIMIT = 64
+_Backend = str | Callable[..., Any]
+_Patches = tuple[tuple[str, Any], ...]  # names and values in `torch._inductor.config`
+_AS_EAGER: _Patches = (("fallback_random", True),)
 
 
 class Compilation(Feature):
@@ -33,15 +42,39 @@ class Compilation(Feature):
 
     def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: HybridMesh) -> None:
         """Refuse a model without layers, and a machine without a compiler for the device."""
-        check_compilation(model, mesh.device)
+        check_compilation(model, mesh.device, self.config.kernels)
 
     def boosted(self, model: HybridParallelModel) -> None:
         """Compile the layers."""
-        compile_layers(model.unwrap(), communicates=self.config.parallel.tp_size > 1)
+        kernels = self.config.kernels
+        if kernels.enable_sequence_overlap:
+            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+            enable_symm_mem_for_group(model.mesh.group("tp").group_name)
+        communicates = self.config.parallel.tp_size > 1
+        compile_layers(model.unwrap(), communicates=communicates, patches=inductor_patches(kernels))
+        self._next_generation()
+
+    def after_step(self, optimizer: HybridParallelOptimizer, model: HybridParallelModel) -> None:
+        """Let CUDA graphs of the next step write over what those of this one have returned."""
+        self._next_generation()
+
+    def _next_generation(self) -> None:
+        """Begin a step of CUDA graphs: without this torch would guess, by its calls of backward passes."""
+        if self.config.kernels.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
 
 
-def check_compilation(model: nn.Module, device: torch.device) -> None:
-    """Refuse a model whose layers cannot be compiled."""
+def inductor_patches(kernels: KernelOptions) -> _Patches:
+    """Return what options change in `torch._inductor.config` for the graphs of layers."""
+    patches = _AS_EAGER
+    if kernels.cuda_graphs:  # a graph of symbolic sizes runs as without the option: each size would be recorded
+        patches += (("triton.cudagraphs", True), ("triton.cudagraph_skip_dynamic_graphs", True))
+    return patches + ((("_micro_pipeline_tp", True),) if kernels.enable_sequence_overlap else ())
+
+
+def check_compilation(model: nn.Module, device: torch.device, kernels: KernelOptions) -> None:
+    """Refuse a model whose layers cannot be compiled, and options that need a GPU."""
     if not any(_layers(model)):
         raise ConfigurationError(
             f"compile_layers=True finds no layers of transformers in {type(model).__name__}; use compile_layers=False"
@@ -51,9 +84,16 @@ def check_compilation(model: nn.Module, device: torch.device) -> None:
         raise ConfigurationError(
             f"compile_layers=True needs {needed}, which is not installed; install it or use compile_layers=False"
         )
+    if kernels.cuda_graphs and device.type != "cuda":
+        raise ConfigurationError(f"cuda_graphs=True needs a GPU, and not {device.type}; use cuda_graphs=False")
+    if kernels.enable_sequence_overlap and device.type != "cuda":
+        raise ConfigurationError(
+            "compile_layers=True cannot trace tokens that are still being gathered, and joins their products with the "
+            f"gather on GPUs, not on {device.type}; use enable_sequence_overlap=False, or compile_layers=False"
+        )
 
 
-def compile_layers(model: nn.Module, *, communicates: bool = False) -> None:
+def compile_layers(model: nn.Module, *, communicates: bool = False, patches: _Patches = _AS_EAGER) -> None:
     """Compile each layer in place for training; names of parameters stay, and what does not train runs eagerly.
 
     Random numbers are those of eager operators. A second shape of the inputs makes sizes symbolic in the graphs, so
@@ -62,6 +102,7 @@ def compile_layers(model: nn.Module, *, communicates: bool = False) -> None:
     Args:
         communicates: whether layers are tensor-parallel. These are recomputed around their graphs, not inside: there,
             a compiler allows no state, which layers share inputs by, and which random numbers of a rank come from.
+        patches: values of `torch._inductor.config` for the graphs.
     """
     from torch._dynamo import config
 
@@ -69,29 +110,31 @@ def compile_layers(model: nn.Module, *, communicates: bool = False) -> None:
     prepare_tracing_of_regions()
     trace_lookups()
     config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
+    compiled = cache(partial(_compiled, backend=_BACKEND, patches=patches))
     for layer in _layers(model):
         if communicates and layer.gradient_checkpointing and "__call__" not in vars(_kind()):
-            layer._gradient_checkpointing_func = partial(_recompute_compiled, layer._gradient_checkpointing_func)
+            recompute = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = partial(_recompute_compiled, compiled, recompute)
         else:
-            layer._compiled_call_impl = _only_in_training(layer, _compiled(layer.forward, _BACKEND))
+            layer._compiled_call_impl = _only_in_training(layer, compiled(layer.forward))
 
 
-def _compiled(function: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, backend=_compiler(backend))
+def _compiled(function: Callable[..., Any], backend: _Backend, patches: _Patches = _AS_EAGER) -> Callable[..., Any]:
+    return torch.compile(function, backend=_compiler(backend, patches))
 
 
 @cache  # graphs are shared by what has the very same compiler
-def _compiler(backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    return partial(_compile_graph, backend)
+def _compiler(backend: _Backend, patches: _Patches) -> Callable[..., Any]:
+    return partial(_compile_graph, backend, patches)
 
 
 def _compile_graph(
-    backend: str | Callable[..., Any], graph: fx.GraphModule, inputs: Sequence[Any]
+    backend: _Backend, patches: _Patches, graph: fx.GraphModule, inputs: Sequence[Any]
 ) -> Callable[..., Any]:
     """Compile a graph, or return it as it was traced if a compiler may move a draw across the border of a region."""
     if not keeps_draws_apart(graph):
         return graph.forward
-    options = {"config_patches": {"fallback_random": True}} if backend == "inductor" else {}
+    options = {"config_patches": dict(patches)} if backend == "inductor" else {}
     return torch._dynamo.lookup_backend(backend)(graph, inputs, **options)
 
 
@@ -154,13 +197,11 @@ def _reached(start: fx.Node, neighbours: str) -> set[fx.Node]:
     return found
 
 
-_compiled_once = cache(_compiled)
-
-
-def _recompute_compiled(checkpoint: Callable[..., Any], forward: partial, *args: Any) -> Any:
+def _recompute_compiled(
+    compiled: Callable[..., Any], checkpoint: Callable[..., Any], forward: partial, *args: Any
+) -> Any:
     """Recompute the compiled forward of a layer, where transformers would recompute the one that it wraps."""
-    compiled = _compiled_once(forward.func, _BACKEND)
-    return checkpoint(partial(compiled, *forward.args, **forward.keywords), *args)
+    return checkpoint(partial(compiled(forward.func), *forward.args, **forward.keywords), *args)
 
 
 def _only_in_training(layer: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,12 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from torch import Tensor, nn
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+from torch._inductor.fx_passes.post_grad import view_to_reshape
 from transformers import (
     AttentionInterface,
     BertConfig,
@@ -42,6 +47,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.config.compute import KernelOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.features import compilation
 from shardformer.attention.registry import RegisteredName, trace_lookups
@@ -234,10 +240,10 @@ def test_generation_runs_eagerly() -> None:
     ("options", "sentence"),
     [
         ({"debug": True}, r"debug=True looks into every module, which compile_layers=True merges; use one of them"),
-        (
-            {"tp_size": 2, "enable_sequence_parallelism": True, "enable_sequence_overlap": True},
-            r"compile_layers=True cannot trace .*; use enable_sequence_overlap=False",
-        ),
+        ({"cuda_graphs": True, "compile_layers": False}, r"cuda_graphs=True records .*; use compile_layers=True, or"),
+        ({"cuda_graphs": True, "pp_size": 2}, r"at the same addresses in each step, which pp_size=2 does not keep"),
+        ({"cuda_graphs": True, "zero_stage": 3}, r"which zero_stage=3 does not keep; use cuda_graphs=False"),
+        ({"cuda_graphs": True, "offload_activations": "cpu"}, r"which offload_activations='cpu' does not keep"),
         ({"cp_size": 2, "gradient_checkpointing": 0.5}, r"0.5 with compile_layers=True .* cp_size=2 interrupts"),
         ({"precision": "fp8", "gradient_checkpointing": "full"}, r"precision='fp8' interrupts; use gradient_"),
         ({"pp_size": 2, "pp_style": "zbv", "gradient_checkpointing": "full"}, r"pp_style='zbv' interrupts"),
@@ -252,16 +258,53 @@ def test_options_that_do_not_fit(options: dict[str, Any], sentence: str) -> None
 
 
 def test_models_and_machines_that_do_not_fit() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    cpu, gpu, plain = torch.device("cpu"), torch.device("cuda"), KernelOptions()
     with pytest.raises(ConfigurationError, match="finds no layers of transformers in Linear; use compile_layers=False"):
-        compilation.check_compilation(nn.Linear(2, 2), cpu)
+        compilation.check_compilation(nn.Linear(2, 2), cpu, plain)
     model = build("llama", 1)
     for device, needed in ((cpu, "C\\+\\+ compiler"), (gpu, "Triton")):
         with (
             mock.patch.object(compilation, "has_compiler", return_value=False),
             pytest.raises(ConfigurationError, match=f"needs .*{needed}.*; install it or use compile_layers=False"),
         ):
-            compilation.check_compilation(model, device)
+            compilation.check_compilation(model, device, plain)
+    for kernels, sentence in (
+        (KernelOptions(cuda_graphs=True), "cuda_graphs=True needs a GPU, and not cpu; use cuda_graphs=False"),
+        (KernelOptions(enable_sequence_overlap=True), "cannot trace .* not on cpu; use enable_sequence_overlap=False"),
+    ):
+        with pytest.raises(ConfigurationError, match=sentence):
+            compilation.check_compilation(model, cpu, kernels)
+
+
+def joined(family: str) -> list[int]:
+    """Train sequence-parallel layers; what inductor joins with products and what it leaves, forward and backward."""
+    counts: list[int] = []
+
+    def count(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        view_to_reshape(graph)
+        changed = copy.deepcopy(graph.graph)
+        micro_pipeline_tp_pass(changed)
+        targets = [str(node.target) for node in changed.nodes]
+        counts.append(sum("symm_mem" in target for target in targets))
+        counts.append(sum("_tensor.default" in target and "wait" not in target for target in targets))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, decompositions=select_decomp_table())
+    with (
+        torch._dynamo.config.patch(disable=False),
+        mock.patch.object(compilation, "_BACKEND", backend),
+        mock.patch("torch.distributed.is_nccl_available", return_value=True),
+        mock.patch("torch.distributed._symmetric_memory.is_symm_mem_enabled_for_group", return_value=True),
+    ):
+        Trained(family, compile_layers=True, **SEQUENCES)
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "counts"), [("llama", [4, 0, 2, 2]), ("gpt2", [2, 2, 4, 0])])
+def test_gathers_and_scatters_have_the_form_that_inductor_joins_with_products(family: str, counts: list[int]) -> None:
+    """Left are sums of several products before a scatter and, in GPT-2, products with a bias after a gather."""
+    assert run_on_ranks(2, joined, family) == [counts, counts]
 
 
 class _Derived(nn.Module):
@@ -306,6 +349,7 @@ def test_draws_that_a_compiler_may_move_out_of_a_region_run_as_traced(
 ) -> None:
     torch._dynamo.reset()
     prepare_tracing_of_regions()
+    assert torch.Tag.cudagraph_unsafe in torch.ops.booster.enter_region.default.tags
     compiler = mock.Mock(side_effect=lambda graph, inputs: graph.forward)
     x = torch.randn(4, 8, requires_grad=True)
     torch.manual_seed(0)
