@@ -12,8 +12,9 @@ recipes,
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -28,8 +29,11 @@ _BLOCK = 32  # values with one scale in mxfp8
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _round_on_gpus() -> Callable[[Tensor, bool], tuple[Tensor, Tensor, Tensor]] | None:
+    """Return the operator of `float8_cast.py`, a module that needs Triton; None without it."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("shardformer.matmul.float8_cast").operator()
 
 
 class _Rounded:
@@ -46,10 +50,8 @@ class _Rounded:
         No value is beyond the end of the range by more than the rounding of a division, which e4m3 and e5m2 round back.
         """
         self._columns: Tensor | None = None  # the values, transposed
-        if x.is_cuda and _has_triton():
-            from shardformer.matmul.float8_cast import operator  # needs Triton
-
-            self.values, self._columns, self.scale = operator()(x.detach(), is_gradient)
+        if x.is_cuda and (round_both := _round_on_gpus()) is not None:
+            self.values, self._columns, self.scale = round_both(x.detach(), is_gradient)
             return
         dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
         largest = torch.finfo(dtype).max
