@@ -36,6 +36,7 @@ from plugins.hybrid_parallel.zero.grouping import TiedParameter, check_tied
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
+from shardformer.distributed.collectives import copy_to_region
 from shardformer.distributed.random import SharedStream
 from shardformer.generation import generate_by
 from shardformer.shard_spec import annotate, grad_group_of, parameter_like
@@ -315,7 +316,14 @@ class HybridParallelModel(ModelApi):
                 with self.runtime.viewing(stage):
                     layers |= dict.fromkeys(self.module.modules())
             cast_inputs(layers, self.module, self.options.dtype)
+        if self.mesh.size("cp") > 1:  # each rank reads its own tokens of what it is given
+            batch = {name: self._read_by_parts(value) for name, value in batch.items()}
         return to_device(batch, self.mesh.device)
+
+    def _read_by_parts(self, entry: Any) -> Any:
+        """Let the gradient of an entry of the script's own, such as embeddings, be that of whole sequences."""
+        is_asked = isinstance(entry, Tensor) and entry.is_leaf and entry.requires_grad
+        return copy_to_region(entry, self.mesh.group("cp")) if is_asked else entry
 
     def gathered(self, outputs: Any) -> Any:
         """Return `outputs` of whole sequences, with logits gathered over the vocabulary-parallel ranks."""

@@ -204,10 +204,16 @@ class Batch:
         if self.model.mesh.size("dp") > 1:
             dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.model.mesh.group("dp"))
         units = int(fewest)
+        if not units and least:
+            replicas = self.model.mesh.size("dp")
+            raise ConfigurationError(
+                f"the first batch has fewer samples than the {replicas} replicas, which share it out; use batches of "
+                f"{replicas} samples or more, or fewer replicas"
+            )
         if units < least:
             raise ConfigurationError(
                 f"the batch has {units} samples, fewer than num_microbatches={least}; "
-                f"use batches of {least} or more, or num_microbatches={max(units, 1)}"
+                f"use batches of {least} or more, or num_microbatches={units}"
             )
 
 

@@ -169,6 +169,8 @@ def test_batch_sizes_that_never_fill_the_micro_batches() -> None:
 def test_a_first_batch_that_is_short_on_one_replica_is_refused_on_both() -> None:
     booster, model = Booster(plugin=HybridParallelPlugin(num_microbatches=4)), toy()
     model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigurationError, match="the first batch has fewer samples than the 2 replicas"):
+        booster.execute_pipeline(iter([global_batch(0, 1 - dist.get_rank())]), model, mean_square, optimizer)
     share = global_batch(0, 4 - dist.get_rank())
     with pytest.raises(ConfigurationError, match="the batch has 3 samples, fewer than num_microbatches=4; use batches"):
         booster.execute_pipeline(iter([share]), model, mean_square, optimizer)

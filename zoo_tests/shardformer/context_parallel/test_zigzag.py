@@ -108,14 +108,15 @@ def test_a_loss_of_ones_own_sees_whole_sequences() -> None:
 @pytest.mark.slow
 @distributed(2)
 def test_embeddings_in_the_place_of_tokens() -> None:
-    embeds = torch.randn(3, 11, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    batch = {"inputs_embeds": embeds, "labels": _ids(length=11)}
+    embeds = torch.randn(3, 11, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    batch = {"inputs_embeds": embeds.detach().clone().requires_grad_(), "labels": _ids(length=11)}
     plain = _model()
     logits = plain(inputs_embeds=embeds).logits
     F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
     booster, model, optimizer = _boost(_model(), cp_size=2)
     booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)
     _close_gradients(optimizer, plain)
+    torch.testing.assert_close(batch["inputs_embeds"].grad, embeds.grad, rtol=1e-5, atol=1e-7)
 
 
 @distributed(2)
