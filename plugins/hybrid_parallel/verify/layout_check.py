@@ -27,13 +27,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy
 import torch
+from accelerate.state import PartialState
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
@@ -163,6 +164,7 @@ def check_layout(subject: CheckedModel, options: Mapping[str, Any], world_size: 
     try:
         with (
             _eager(options),
+            _out_of_the_job(),
             random_numbers_apart(),
             quiet(),
             warnings.catch_warnings(),
@@ -180,6 +182,16 @@ def _eager(options: Mapping[str, Any]) -> AbstractContextManager:
     """Run fused operators without their compiler, which takes longer than the check may."""
     is_compiled = options.get("enable_jit_fused") or options.get("enable_all_optimization")
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+
+
+@contextmanager
+def _out_of_the_job() -> Iterator[None]:
+    """Hide accelerate's state, by which losses of detectors reduce over the ranks of the job: one of them checks."""
+    shared, PartialState._shared_state = PartialState._shared_state, {}
+    try:
+        yield
+    finally:
+        PartialState._shared_state = shared
 
 
 def _check(subject: CheckedModel, options: Mapping[str, Any], world_size: int) -> LayoutReport:

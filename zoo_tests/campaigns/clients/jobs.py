@@ -41,7 +41,7 @@ _MASKED = "--dataset_name imagefolder --train_dir images/train/** --image_column
 _PATCHES = "--mask_patch_size 8"
 _SOUNDS = "--dataset_name sounds --audio_column_name audio --eval_split_name validation"
 _BOXES, _INSTANCES = "--dataset_name boxes --image_square_size 16 --ignore_mismatched_sizes", "--dataset_name masks"
-_INSTANCES += " --image_height 16 --image_width 16"
+_INSTANCES += " --image_height 64 --image_width 64"
 # Scripts of transformers, without `run_`: kind of model, kind of rows, arguments, of the loops without a Trainer too.
 _EXAMPLES = {
     "clm": ("causal", "texts", _BLOCKS, ""),

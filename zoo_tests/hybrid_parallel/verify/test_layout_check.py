@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import PartialState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
@@ -292,7 +293,10 @@ class _Counting(Dataset):
         return torch.randn(3, generator=self.numbers)
 
 
-def test_the_caller_notices_nothing() -> None:
+def test_the_caller_notices_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, seen = {"num_processes": 2}, []
+    monkeypatch.setattr(PartialState, "_shared_state", job)  # by which losses would reduce over the ranks of a job
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda *args: (seen.append(_state()), MLP(*args))[1])
     data = _Counting()
     numbers = data.numbers.get_state()
     torch.set_default_dtype(torch.bfloat16)
@@ -305,7 +309,12 @@ def test_the_caller_notices_nothing() -> None:
     loader = DataLoader(data, 4, collate_fn=lambda samples: {"x": torch.stack(samples)})
     batch = before_boost._first_samples([loader])
     assert len(report.proved) == 1 and batch["x"].shape == (4, 3)
+    assert seen and not any(seen) and PartialState._shared_state is job
     assert data.calls == 0 and torch.equal(data.numbers.get_state(), numbers)
+
+
+def _state() -> dict[str, Any]:
+    return dict(PartialState._shared_state)
 
 
 def _in_a_job(mode: str, folder: str) -> str:
