@@ -116,7 +116,7 @@ class ToolsOfFirstRank:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_running:  # called by another one, on the first rank alone
-                return function(*args, **kwargs)
+                return self._awaited(function(*args, **kwargs))
             return self._trainer.accelerator.replicas.on_first_rank(lambda: self._run(function, args, kwargs))
 
         return call
@@ -124,13 +124,16 @@ class ToolsOfFirstRank:
     def _run(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         self._is_running = True
         try:
-            answer = function(*args, **kwargs)
-            if inspect.iscoroutine(answer):
-                self._loop = self._loop or asyncio.new_event_loop()
-                answer = self._loop.run_until_complete(answer)
-            return answer
+            return self._awaited(function(*args, **kwargs))
         finally:
             self._is_running = False
+
+    def _awaited(self, answer: Any) -> Any:
+        """Return what a coroutine returns; the coroutine itself to another one, which awaits it."""
+        if not inspect.iscoroutine(answer) or (self._loop is not None and self._loop.is_running()):
+            return answer
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(answer)
 
     def factory(self, make: Any) -> Any:
         """Return a factory of environments whose methods run on the first rank; a dict of them stays one."""
