@@ -19,6 +19,9 @@ _TRAINERS = (
     *("GKDTrainer", *_PAIRED, "OnlineDPOTrainer", "SDPOTrainer", "SDFTTrainer", "A2POTrainer", "IWOPDTrainer"),
     "GOLDTrainer",
 )
+# What keeps them from replicas.
+_OF_ONE_REPLICA = dict.fromkeys(_PAIRED, "adds means over the tokens and over the pairs of a batch")
+_OF_ONE_REPLICA["OnlineDPOTrainer"] = "takes means over the completions of a batch"
 _OF_TOKENS = ("bnpo", "dapo")  # losses of SDPO that are means over the tokens of a replica
 SERVED = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")
 # Losses of DPO that are no mean over pairs.
@@ -70,10 +73,10 @@ def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
         ConfigurationError: the option, the reason, and what to use.
     """
     kind = type(args).__name__
-    if names[0] in _PAIRED and plugin.dp_size > 1:
+    if names[0] in _OF_ONE_REPLICA and plugin.dp_size > 1:
         raise ConfigurationError(
-            f"{names[0]} adds means over the tokens and over the pairs of a batch, which dp_size={plugin.dp_size} "
-            "shares out; use dp_size=1, as with tp_size or pp_size for all ranks"
+            f"{names[0]} {_OF_ONE_REPLICA[names[0]]}, which dp_size={plugin.dp_size} shares out; use dp_size=1, as "
+            "with tp_size or pp_size for all ranks"
         )
     if getattr(args, "activation_offloading", False):
         raise ConfigurationError(

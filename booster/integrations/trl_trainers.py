@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.integrations.fused_head import AdapterReference
-from booster.integrations.trainer_accelerator import LossInProgress
 from booster.integrations.trainer_arguments import check_arguments, check_job
 from booster.integrations.trl_arguments import (
     SERVED,
@@ -177,22 +176,6 @@ class BoostedTRLTrainer:
             self.entropy_coef = coefficient
         if noted := self._metrics["train" if self.model.training else "eval"].get("entropy_coef"):
             noted[-1] = coefficient
-
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Train on a batch. OnlineDPO takes the mean over its pairs here, and calls `backward` by itself."""
-        if self.plugin.dp_size == 1 or not hasattr(self, "stats"):
-            return super().training_step(model, inputs, *args, **kwargs)
-        rows, accelerator, backward = len(inputs["prompt"]), self.accelerator, self.accelerator.backward
-        self._check_shares(rows)
-        weight = self._weighted(torch.ones((), device=self.args.device), rows)
-        accelerator.backward = lambda loss, **options: backward(loss * weight, **options)
-        try:
-            with accelerator.computing_loss(LossInProgress(rows)):
-                loss = super().training_step(model, inputs, *args, **kwargs) * weight
-        finally:
-            del accelerator.backward
-        self._share_metrics(self.stats, rows)
-        return loss
 
     def _share_metrics(self, noted: dict[str, list[float]], weight: int) -> None:
         """Let metrics that this process has noted of its own samples, or tokens, be those of all replicas.

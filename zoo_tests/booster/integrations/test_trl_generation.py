@@ -56,14 +56,12 @@ _OF_REPLICAS = {
     "grpo without reference": "pp2dp2",
     "grpo bnpo": "dp2",
     "grpo entropy": "dp2",
-    "online_dpo": "dp2",
     "iw_opd own": "dp2",
     **dict.fromkeys(("rloo", "gmpo", "gkd", "gold", "sdpo", "sdft", "a2po"), "dp2"),
 }
-_ALIKE = tuple(_OF_REPLICAS)[6:]  # to those before
-# What TRL takes over the padded length of a process, or as a mean over the means of processes.
+_ALIKE = tuple(_OF_REPLICAS)[5:]  # to those before
+# What TRL takes as a mean over the means of processes.
 _MEANS_OF_MEANS = {
-    "online_dpo": ("objective/kl", "objective/non_score_reward", "objective/rlhf_reward", "objective/entropy"),
     "sdpo": ("self_distillation/distillation_loss", "sdpo/distillation_loss"),
     "sdft": ("self_distillation/distillation_loss", "sdft/distillation_loss"),
     "grpo": ("policy_loss",),
@@ -141,14 +139,6 @@ def _replay(job: Job, folder: Path, generations: list[list[list[int]]]) -> list[
     return history
 
 
-def _joined(job: Job, one: list[list[int]], other: list[list[int]]) -> list[list[int]]:
-    """The rows of two replicas in the order of one process: OnlineDPO answers all prompts twice."""
-    if job.kind != "online_dpo":
-        return one + other
-    half, rest = len(one) // 2, len(other) // 2
-    return one[:half] + other[:rest] + one[half:] + other[rest:]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=_CAMPAIGN) if name in _ALIKE else name for name in _OF_REPLICAS]
@@ -164,7 +154,7 @@ def test_replicas_log_what_one_process_logs_of_their_completions(name: str, tmp_
     for replica, _, generations in found:
         assert generations == shares[replica], "the ranks of a replica draw the same"
     assert shares[0] != shares[1], "replicas draw by themselves"
-    joined = [_joined(job, one, other) for one, other in zip(shares[0], shares[1], strict=True)]
+    joined = [one + other for one, other in zip(shares[0], shares[1], strict=True)]
     means = _MEANS_OF_MEANS.get(job.kind, ())
     kept = [
         [{key: each[key] for key in each if key.removeprefix("eval_") not in means} for each in history]
