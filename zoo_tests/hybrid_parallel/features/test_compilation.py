@@ -286,7 +286,7 @@ def joined(family: str) -> list[int]:
         micro_pipeline_tp_pass(changed)
         targets = [str(node.target) for node in changed.nodes]
         counts.append(sum("symm_mem" in target for target in targets))
-        counts.append(sum("_tensor.default" in target and "wait" not in target for target in targets))
+        counts.append(sum("c10d" in target and "wait" not in target for target in targets))
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=count, bw_compiler=count, decompositions=select_decomp_table())
