@@ -21,6 +21,7 @@ from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_parameter import native_grad
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.distributed.process_groups import all_gather_json
+from shardformer.stages.placeholders import StagePlaceholder
 from shardformer.utils.untraced import in_backward
 
 
@@ -62,6 +63,8 @@ class ModuleWatch:
         self._key: _Key = (0, 0)
         self._clock = 0
         for name, module in model.named_modules():
+            if isinstance(module, StagePlaceholder):  # its nan stands for what an earlier stage has
+                continue
             title = f"{name or 'the model'} ({type(module).__name__})"
             module.register_forward_pre_hook(partial(self._before, title), with_kwargs=True)
             module.register_forward_hook(self._after)
