@@ -20,7 +20,7 @@ help:
 	@echo "make test         the tests with a sample of the slow ones; make test-fast leaves out all that take long, test-all nothing"
 	@echo "make test-newest  the same tests with what pip installs today, in a virtual environment of its own"
 	@echo "make test-cuda    tests on a CUDA device that is simulated in host memory; needs a C++ compiler"
-	@echo "make gpu          on a machine with a GPU: tests and measures it in 8 minutes, and writes runs/gpu.md"
+	@echo "make gpu          on a machine with a GPU: tests and measures it in stages of 8 minutes, which write runs/gpu.md"
 	@echo "make campaigns    what takes an hour: every mutant, every plan, kills and faults, of which the suite has samples"
 	@echo "make convergence  the loss curves of five layouts against the unsharded one"
 	@echo "make docs         the documentation site, in build/site; open build/site/index.html, without a server"

@@ -1,22 +1,19 @@
 """Training on one device: the booster against plain transformers, torch.compile and Liger kernels.
 
-On a GPU the shapes are realistic, and each way is measured alone, because the memory holds no two of these models with
-their optimizer states. Otherwise they are small, to check that everything runs, and ways alternate. Every way trains in
-bf16 with fp32 weights (autocast, or our master weights) and a fused AdamW.
+Here shapes are small, and ways alternate on the CPU; `make gpu` measures real shapes on a GPU, each way alone. Every
+way trains in bf16 with fp32 weights (autocast, or our master weights) and a fused AdamW.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,21 +21,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from benchmarks.harness import run_ranks, table, turns
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
 from shardformer.layers.fused_ops import has_compiler
 
 Step = Callable[[], None]
-# Way -> options of the plugin.
-_OURS: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "ours compiled": {"compile_layers": True},
-    "ours fp8": {"precision": "fp8"},
-}
-# Calls a function with these arguments on one rank, which has a process group.
-Runner = Callable[..., Any]
-_TIMEOUT_S = 300.0
 _WARM_UP = 3
-_LATE = "no time left"
 
 
 @dataclass(frozen=True)
@@ -128,22 +114,14 @@ SHAPES = {
 }
 
 
-_COLUMNS = [
-    "plain transformers",
-    "transformers, layers compiled",
-    "transformers, Liger kernels",
-    "with `compile_layers`, relative to without",
-    "in fp8, relative to bf16",
-    "of the measured matrix peak",
-    "memory",
-]
+def config_of(shape: Shape, is_real: bool) -> transformers.PretrainedConfig:
+    return getattr(transformers, shape.config)(**(shape.real if is_real else shape.small), **shape.more)
 
 
 def build(shape: Shape, device: torch.device, is_real: bool) -> nn.Module:
     torch.manual_seed(0)
-    config = getattr(transformers, shape.config)(**(shape.real if is_real else shape.small), **shape.more)
     with device:
-        return getattr(transformers, shape.model)(config)
+        return getattr(transformers, shape.model)(config_of(shape, is_real))
 
 
 def batch_of(shape: Shape, model: nn.Module, device: torch.device, is_real: bool) -> dict[str, torch.Tensor]:
@@ -196,14 +174,40 @@ def liger_step(shape: Shape, model: nn.Module, batch: dict[str, torch.Tensor], d
     return plain_step(model, batch, device)
 
 
-def has_liger(shape: Shape, device: torch.device) -> bool:
-    """Return whether Liger's kernels are installed and serve this family and device."""
-    return bool(shape.liger) and device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+def torchtitan_step(shape: Shape, batch: dict[str, torch.Tensor], device: torch.device, is_real: bool) -> Step:
+    """Train torchtitan's own Llama, of 8B where shapes are real, with as many layers, each compiled."""
+    from torchtitan.models.llama3 import llama3_configs
+
+    config = llama3_configs["8B" if is_real else "debugmodel"](attn_backend="sdpa")
+    config.layers = config.layers[: (shape.real if is_real else shape.small)["num_hidden_layers"]]
+    with device:
+        decoder = config.build()
+    decoder.init_states(buffer_device=device)
+    for layer in decoder.layers.values():
+        layer.compile()
+    return plain_step(_WithLoss(decoder), batch, device)
 
 
-def has_fp8(device: torch.device) -> bool:
-    """Return whether the device multiplies matrices in 8 bit."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+class _WithLoss(nn.Module):
+    """A decoder that returns logits, with the loss of the next token."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = self.decoder(input_ids)[:, :-1].flatten(0, 1).float()
+        return SimpleNamespace(loss=F.cross_entropy(logits, labels[:, 1:].flatten()))
+
+
+def automodel_step(shape: Shape, batch: dict[str, torch.Tensor], device: torch.device, is_real: bool) -> Step:
+    """Train NeMo Automodel's version of the model: its kernels, and Liger's."""
+    from nemo_automodel import NeMoAutoModelForCausalLM
+
+    config = config_of(shape, is_real)
+    with device:
+        model = NeMoAutoModelForCausalLM.from_config(config, torch_dtype=torch.float32)
+    return plain_step(model.to(device), batch, device)
 
 
 def matmul_peak(device: torch.device, is_real: bool) -> float:
@@ -214,12 +218,12 @@ def matmul_peak(device: torch.device, is_real: bool) -> float:
     def products() -> None:
         for _ in range(5):
             torch.mm(first, second)
-        _wait(device)
+        wait(device)
 
     return 5 * 2 * size**3 / min(turns({"products": products}, 5)["products"])
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -241,128 +245,69 @@ def flops(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
     return rows * length * (6 * weights + attention)
 
 
-def measure(name: str, repeats: int, is_real: bool) -> dict[str, Any]:
-    """Measure one shape on this rank's device.
-
-    Returns:
-        "times": way -> seconds of each step, or a text about why there are none; "memory": way -> the most bytes of the
-        device that were in use, on a GPU; "flops": those of a step; "peak": the device's FLOP/s.
-    """
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    shape = SHAPES[name]
-
-    def make(way: str) -> Step:
-        model = build(shape, device, is_real)
-        batch = batch_of(shape, model, device, is_real)
-        if way in _OURS:
-            step = our_step(model, batch, **_OURS[way])
-        elif way == "liger":
-            step = liger_step(shape, model, batch, device)
-        else:
-            step = (compiled_step if way == "compiled" else plain_step)(model, batch, device)
-
-        def timed() -> None:
-            step()
-            _wait(device)
-
-        return timed
-
-    ways = ["plain", "ours", "compiled"]
-    ways += ["ours compiled"] if has_compiler(device.type) else []
-    ways += ["liger"] if has_liger(shape, device) else []
-    ways += ["ours fp8"] if is_real and shape.liger and has_fp8(device) else []
-    times: dict[str, list[float] | str] = {}
-    memory: dict[str, int] = {}
-    for together in [[way] for way in ways] if is_real else [ways]:
-        try:
-            times |= turns({way: make(way) for way in together}, repeats, _WARM_UP)
-        except torch.OutOfMemoryError:
-            times |= dict.fromkeys(together, "out of memory")
-        except Exception as error:  # the other ways are still worth their time on the GPU
-            times |= dict.fromkeys(together, _reason(error))
-        if is_real:  # before the next model is built
-            memory[together[0]] = torch.cuda.max_memory_allocated(device)
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-    meta = torch.device("meta")
-    counted = build(shape, meta, is_real)
-    work = flops(counted, batch_of(shape, counted, meta, is_real))
-    return {"times": times, "memory": memory, "flops": work, "peak": matmul_peak(device, is_real)}
-
-
-def report(
-    quick: bool,
-    run: Runner | None = None,
-    until: float = float("inf"),
-    tell: Callable[[str], None] | None = None,
-) -> str:
-    """Write the table.
+def step_of(
+    shape: Shape,
+    way: str,
+    device: torch.device,
+    is_real: bool,
+    options: dict[str, Any] | None = None,
+    packed: bool = False,
+) -> Step:
+    """Build a model, and return its step, which is not waited for.
 
     Args:
-        quick: measure the first two shapes with few repeats.
-        run: runs `measure` with small shapes; None for a new process on the GPU, or on the CPU.
-        until: time (`time.monotonic`) at which a measurement is given up, and the next ones are left out.
-        tell: called with the table after each row, so that what was measured is not lost with what follows.
+        way: "plain", "compiled", "liger", "torchtitan" or "automodel".
+        options: of the plugin, for ours instead.
+        packed: whether a row is eight documents.
     """
-    on_gpu = run is None and torch.cuda.is_available()
-    if run is None:
-        run = partial(_on_gpu, until) if on_gpu else _on_cpu
+    if way in _RIVALS and options is None:
+        batch = batch_of(shape, build(shape, torch.device("meta"), is_real), device, is_real)
+        return _RIVALS[way](shape, batch, device, is_real)
+    model = build(shape, device, is_real)
+    batch = batch_of(shape, model, device, is_real)
+    if packed:
+        length = batch["input_ids"].shape[1]
+        batch["position_ids"] = (torch.arange(length, device=device) % (length // 8)).expand_as(batch["input_ids"])
+    if options is not None:
+        return our_step(model, batch, **options)
+    if way == "liger":
+        return liger_step(shape, model, batch, device)
+    return (compiled_step if way == "compiled" else plain_step)(model, batch, device)
+
+
+_RIVALS = {"torchtitan": torchtitan_step, "automodel": automodel_step}
+
+
+def work_of(shape: Shape, is_real: bool) -> tuple[int, float]:
+    """Return tokens (images, where they have no length) and FLOPs of a step."""
+    meta = torch.device("meta")
+    model = build(shape, meta, is_real)
+    batch = batch_of(shape, model, meta, is_real)
+    return batch.get("input_ids", batch["labels"]).numel(), flops(model, batch)
+
+
+def measure(name: str, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each step, way by way, on this rank's CPU."""
+    device = torch.device("cpu")
+    ways = {"plain": None, "compiled": None, "ours": {}}
+    if has_compiler(device.type):
+        ways["ours compiled"] = {"compile_layers": True}
+    steps = {way: step_of(SHAPES[name], way, device, False, options) for way, options in ways.items()}
+    return turns(steps, repeats, _WARM_UP)
+
+
+def report(quick: bool) -> str:
+    """Write the table; quick is the first two shapes with few repeats."""
     rows: list[list[object]] = []
     for name in list(SHAPES)[:2] if quick else SHAPES:
-        try:
-            late = time.monotonic() > until
-            rows.append(_row(name, run(measure, name, 3 if quick else 5, on_gpu)) if not late else _same(name, _LATE))
-        except RankFailure as failure:
-            rows.append(_same(name, _reason(failure)))
-        if tell is not None:
-            tell(_table(rows, on_gpu))
-    return _table(rows, on_gpu)
-
-
-def _table(rows: list[list[object]], on_gpu: bool) -> str:
-    where = torch.cuda.get_device_name() if on_gpu else "small shapes; no GPU was measured"
+        found = run_ranks(measure, 1, name, 3 if quick else 5)
+        seconds = {way: statistics.median(each) for way, each in found.items()}
+        ours = seconds["ours"]
+        compiled = ours / seconds["ours compiled"] if "ours compiled" in seconds else "-"
+        rows.append([name, seconds["plain"] / ours, seconds["compiled"] / ours, compiled])
     return table(
-        f"Training on one device, bf16 ({where}): the booster's speed relative to others",
-        ["model", *_COLUMNS],
+        "Training on one device, bf16 (small shapes on the CPU; `make gpu` measures GPUs): the booster's speed",
+        ["model", "to plain transformers", "to transformers, layers compiled", "with `compile_layers`, to without"],
         rows,
-        "Ratios of median step times; above 1.0 the booster is faster, or the option makes it faster. The share of the "
-        "peak counts 6 operations a parameter and token and attention (half of it where it is causal). Memory is the "
-        "most that tensors took, relative to plain transformers: below 1.0 the booster needs less.",
+        "Ratios of median step times; above 1.0 the booster is faster, or the option makes it faster.",
     )
-
-
-def _same(name: str, text: str) -> list[object]:
-    """Return a row that has one text in all cells."""
-    return [name, *[text] * len(_COLUMNS)]
-
-
-def _reason(error: Exception) -> str:
-    """Describe an error in a cell of a table."""
-    return " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:120]
-
-
-def _row(name: str, found: dict[str, Any]) -> list[object]:
-    times, ours = found["times"], found["times"]["ours"]
-    others = [_compared(ours, times.get(way, "-")) for way in ("plain", "compiled", "liger")]
-    others += [_compared(times[way], ours) if way in times else "-" for way in ("ours compiled", "ours fp8")]
-    share = ours if isinstance(ours, str) else f"{found['flops'] / statistics.median(ours) / found['peak']:.0%}"
-    memory = found["memory"]
-    have_run = not isinstance(ours, str) and not isinstance(times["plain"], str)
-    return [name, *others, share, memory["ours"] / memory["plain"] if have_run and memory.get("plain") else "-"]
-
-
-def _compared(ours: list[float] | str, theirs: list[float] | str) -> float | str:
-    """Return the speed of ours relative to theirs, or the text about why one of them has none."""
-    if isinstance(ours, str):
-        return f"booster: {ours}"
-    return theirs if isinstance(theirs, str) else statistics.median(theirs) / statistics.median(ours)
-
-
-def _on_cpu(function: Callable[..., Any], *arguments: Any) -> Any:
-    return run_ranks(function, 1, *arguments)
-
-
-def _on_gpu(until: float, function: Callable[..., Any], *arguments: Any) -> Any:
-    limit = min(_TIMEOUT_S, until - time.monotonic())
-    return run_on_local_ranks(function, 1, *arguments, timeout_s=limit, device="cuda")[0]

@@ -5,30 +5,32 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
 
-from benchmarks import single_device
-from zoo_tests.gpu import device
-from zoo_tests.harness.ranks import run_on_ranks
+from benchmarks.harness import table
+from benchmarks.single_device import SHAPES
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
+from zoo_tests.gpu import device, stages
+from zoo_tests.gpu.training import LAYOUTS
+from zoo_tests.harness.ranks import RankError, run_on_ranks
 
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "xformers", "liger-kernel", "apex", "peft")
-_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 512}
 _HERE = Path(__file__).parent
-_RANK_TIMEOUT_S = 240.0
 _MEMORY_OF_A_WORKER = 8 * 2**30
-_SHARE_OF_TESTS = 0.6  # of the time limit
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,139 @@ def main(arguments: list[str]) -> int:
     if problem is not None:
         print(f"make gpu: {problem}", file=sys.stderr)
         return 2
-    start, limit = time.monotonic(), 60 * options.minutes
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    outcomes = run_tests(options.device, options.only, start + _SHARE_OF_TESTS * limit)
-    page = [_head(options.device), _tests_section(outcomes, options.device)]
-    options.output.write_text("\n".join(page))
-
-    def write(table: str) -> None:  # row after row: what ends this process does not lose those before
-        options.output.write_text("\n".join([*page, table]))
-
-    write(_table(options.device, options.quick, start + limit, write))
+    page = Page(options)
+    for name in options.stages:
+        page.begin(name)
+        STAGES[name](page)
     print(f"written to {options.output}")
-    return 0 if all(each.state != "failed" for each in outcomes) else 1
+    return 0 if all(each.state != "failed" for each in page.outcomes) else 1
+
+
+class Page:
+    """The page of a run; what is written is kept, whatever ends this process.
+
+    Attributes:
+        options: of the command.
+        until: when the stage ends that is running (`time.monotonic`).
+        outcomes: of the tests that have run.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.device, self.outcomes = options, options.device, list[Outcome]()
+        self.is_real = options.device == device.GPU
+        self._sections = [_head(options.device)]
+
+    def begin(self, stage: str) -> None:
+        """Begin a stage, with a section of its own."""
+        print(f"make gpu: {stage}", flush=True)
+        self.until = time.monotonic() + 60 * self.options.minutes
+        self._sections.append("")
+
+    def write(self, section: str) -> None:
+        """Write the section of the stage, anew with each row."""
+        self._sections[-1] = section
+        self.options.output.write_text("\n".join(self._sections))
+
+    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int = 1, seconds: float = 300.0) -> Any:
+        """Run a function on new ranks; return what rank 0 returned, or a sentence about why there is nothing.
+
+        Args:
+            seconds: after which ranks that have not answered are ended; fewer where the stage ends before.
+        """
+        left = min(seconds, self.until - time.monotonic())
+        if left < 1:
+            return "no time left"
+        if self.is_real and torch.cuda.device_count() < ranks:
+            return f"needs {ranks} GPUs"
+        try:
+            if self.is_real:
+                return run_on_local_ranks(function, ranks, *arguments, timeout_s=left, device="cuda")[0]
+            return run_on_ranks(
+                ranks, stages.with_tiny_models, function, *arguments, timeout_s=left, device=self.device
+            )[0]
+        except (RankFailure, RankError, ConfigurationError) as failure:
+            lines = str(failure).replace("|", "/").splitlines()
+            return next((line for line in reversed(lines) if re.match(r"[\w.]*Error: ", line)), lines[0])[:300]
+
+    def rows(self, title: str, columns: list[str], rows: Iterable[tuple[list[Any], Any]]) -> None:
+        """Write a table row by row.
+
+        Args:
+            rows: the first cells of each row; its other cells, or a text about why there are none.
+        """
+        done: list[list[Any]] = []
+        for first, found in rows:
+            cells = [*first, *(found if isinstance(found, list) else [found])]
+            done.append(cells + ["-"] * (len(columns) - len(cells)))
+            self.write(table(title, columns, done))
+
+
+def _test(page: Page) -> None:
+    page.outcomes += run_tests(page.device, page.options.only, page.until)
+    page.write(_tests_section(page.outcomes, page.device))
+
+
+def _speed(stage: str, page: Page) -> None:
+    asked = [
+        (name, way, options)
+        for name in (stages.MODELS if stage == "speed" else stages.MODELS[:1])
+        for way, options in stages.WAYS[stage].items()
+        if SHAPES[name].liger or way != "liger"
+    ]
+    rows = (
+        ([name, way], page.run(stages.speed, name, way, options, page.is_real, ranks=(options or {}).get("tp_size", 1)))
+        for name, way, options in asked[: 1 if page.options.quick else None]
+    )
+    page.rows(f"{stage.capitalize()}: bf16, steps that nothing waits for", ["model", "way", *stages.COLUMNS], rows)
+
+
+def _layouts(page: Page) -> None:
+    rows = (
+        ([name], page.run(stages.layout, family, options, ranks=ranks, seconds=60.0))
+        for name, (family, ranks, options) in list(LAYOUTS.items())[: 1 if page.options.quick else None]
+    )
+    page.rows("Layouts, a GPU for each rank, over NCCL", ["layout", "losses"], rows)
+
+
+def _links(page: Page) -> None:
+    ranks = max(2, torch.cuda.device_count()) if page.is_real else 2
+    found = page.run(stages.links, page.is_real, ranks=ranks)
+    columns = ["KiB", "all-reduce", "all-gather", "reduce-scatter"]
+    rows = [(row[:1], row[1:]) for row in found] if isinstance(found, list) else [([], found)]
+    page.rows(f"Links between {ranks} ranks: GB/s that a rank sends", columns, rows)
+
+
+def _trace(page: Page) -> None:
+    path = page.options.output.with_suffix(".trace.json").absolute()
+    found = page.run(stages.trace, stages.MODELS[0], str(path), page.is_real)
+    text = f"{path.name}, for ui.perfetto.dev: {found * 1e3:.1f} ms of kernels" if isinstance(found, float) else found
+    page.write(f"## Trace of a step\n\n{text}\n")
+
+
+def _bits(page: Page) -> None:
+    names, repeats = (stages.MODELS[:1], 2) if page.options.quick else (stages.MODELS, 30)
+    rows = (([name], page.run(stages.bits, name, repeats, page.is_real)) for name in names)
+    page.rows("The same pass in bf16, again and again", ["model", "result"], rows)
+
+
+STAGES: dict[str, Callable[[Page], None]] = {
+    "speed": partial(_speed, "speed"),
+    "tests": _test,
+    "levers": partial(_speed, "levers"),
+    "layouts": _layouts,
+    "links": _links,
+    "rivals": partial(_speed, "rivals"),
+    "trace": _trace,
+    "bits": _bits,
+}
+
+
+def _stages(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [each for each in names if each not in STAGES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no stage; use some of {','.join(STAGES)}")
+    return names
 
 
 def run_tests(name: str, only: str | None, until: float) -> list[Outcome]:
@@ -98,9 +221,12 @@ def _workers(name: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m zoo_tests.gpu", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/gpu.md"), help="page to write")
-    parser.add_argument("--device", choices=(device.GPU, device.SIMULATED), default=device.GPU)
-    parser.add_argument("--minutes", type=float, default=8.0, help="time limit of tests and table")
-    parser.add_argument("--quick", action="store_true", help="two models of the table, few steps")
+    parser.add_argument("--device", choices=(device.GPU, device.SIMULATED, "cpu"), default=device.GPU)
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit of each stage")
+    parser.add_argument(
+        "--stages", type=_stages, default=list(STAGES), help="what to do, in this order; all without it"
+    )
+    parser.add_argument("--quick", action="store_true", help="the first row of each stage")
     parser.add_argument("--only", help="tests to run, an expression of pytest -k")
     return parser
 
@@ -120,7 +246,7 @@ def _outcomes(report: Path) -> Iterator[Outcome]:
 
 def _head(name: str) -> str:
     lines = {
-        "GPU": "simulated, in host memory" if name == device.SIMULATED else _gpu(),
+        "GPU": _gpu() if name == device.GPU else "none: tiny sizes, whose times mean nothing",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, NCCL {_nccl()}",
         "transformers": transformers.__version__,
         "Python": sys.version.split()[0],
@@ -166,24 +292,6 @@ def _tests_section(outcomes: list[Outcome], name: str) -> str:
 def _cell(outcome: Outcome) -> str:
     text = outcome.text.replace("|", "\\|")
     return f"{outcome.state}: {text}" if text else outcome.state
-
-
-def _table(name: str, quick: bool, until: float, write: Callable[[str], None]) -> str:
-    run = _on_simulated_device if name == device.SIMULATED else None
-    section = single_device.report(quick, run, until, write)
-    print(section, flush=True)
-    return section
-
-
-def _on_simulated_device(function: Any, *arguments: Any) -> Any:
-    return run_on_ranks(1, _of_tiny_models, function, *arguments, timeout_s=_RANK_TIMEOUT_S, device=device.SIMULATED)[0]
-
-
-def _of_tiny_models(function: Any, name: str, *arguments: Any) -> Any:
-    """Run on a rank with sizes for CPUs without bf16 instructions, on which small products take minutes."""
-    shape = single_device.SHAPES[name]
-    with mock.patch.dict(single_device.SHAPES, {name: replace(shape, small={**shape.small, **_TINY})}):
-        return function(name, *arguments)
 
 
 if __name__ == "__main__":

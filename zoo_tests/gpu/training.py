@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES
 from shardformer import record_module_init
 from zoo_tests.campaigns.bits.training import hash_of
 from zoo_tests.gpu import device
 from zoo_tests.harness.adapters import with_adapters
 from zoo_tests.harness.ranks import run_on_ranks
 
+FP32 = 1e-4  # relative; see test_one_rank.py
 STEPS, ROWS, LENGTH, VOCABULARY = 3, 16, 13, 160  # 16 x 13 tokens: products in 8 bit need multiples of 16
 _SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
 _DECODER = {**_SIZES, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "attention_dropout": 0.0}
@@ -40,6 +42,32 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {  # name -> (model, conf
         | {"dropout_rate": 0.0, "decoder_start_token_id": 0},
     ),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_DECODER, "num_local_experts": 4}),
+}
+# Name -> family, number of ranks, options.
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    f"pp2, {style}": ("llama", 2, {"pp_size": 2, "num_microbatches": 4, "pp_style": style, **more})
+    for style in SCHEDULES
+    for more in ({"num_model_chunks": 2} if style == "interleaved" else {},)
+} | {
+    "cp2, ring": ("llama", 2, {"cp_size": 2}),
+    "cp2, all-to-all": ("llama", 2, {"cp_size": 2, "sequence_parallelism_mode": "all_to_all"}),
+    "ep2": ("mixtral", 2, {"ep_size": 2}),
+    "dp2, ZeRO-1": ("llama", 2, {"dp_size": 2, "zero_stage": 1, "zero_bucket_size_in_mb": 0.05}),
+    "dp2, ZeRO-3": ("llama", 2, {"dp_size": 2, "zero_stage": 3, "zero_bucket_size_in_mb": 0.05}),
+    "dp2, ZeRO-3, all in the memory of the host": (
+        "llama",
+        2,
+        {"dp_size": 2, "zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    ),
+    "tp2": ("llama", 2, {"tp_size": 2}),
+    "tp2, sequence parallelism": ("llama", 2, {"tp_size": 2, "enable_sequence_parallelism": True}),
+    "tp2-pp2": ("llama", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3}),
+    "tp2-dp2": ("llama", 4, {"tp_size": 2}),
+    # Of the families that differ most, where they differ.
+    "tp2-pp2 of BERT": ("bert", 4, {"tp_size": 2, "pp_size": 2, "num_microbatches": 3}),
+    "tp2 of GPT-2": ("gpt2", 2, {"tp_size": 2}),
+    "pp2 of T5": ("t5", 2, {"pp_size": 2, "num_microbatches": 4}),
+    "tp2 of Mixtral": ("mixtral", 2, {"tp_size": 2}),
 }
 _TARGETS = ("q_proj", "down_proj")
 
@@ -83,7 +111,7 @@ class Training:
         self.booster = Booster(plugin=self.plugin)
         optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
         self.model, self.optimizer = self.booster.boost(model.train(), optimizer)
-        assert self.plugin.grid.device.type == "cuda"
+        assert self.plugin.grid.device.type == _device()
 
     def step(self, number: int) -> float:
         """One step; its loss."""
@@ -99,6 +127,10 @@ class Training:
         return [self.step(number) for number in range(first, STEPS)]
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def train(family: str, options: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Losses of boosted and of plain training; options of `Training`."""
     return Training(family, **options).train(), train_plainly(family, options.get("adapters", False))
@@ -106,11 +138,11 @@ def train(family: str, options: dict[str, Any]) -> tuple[list[float], list[float
 
 def train_plainly(family: str, adapters: bool = False) -> list[float]:
     """Losses of plain training of the whole batch, in fp32."""
-    model = build(family, adapters).cuda()
+    model = build(family, adapters).to(_device())
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
     losses = []
     for step in range(STEPS):
-        loss = model(**{name: value.cuda() for name, value in batch(step).items()}).loss
+        loss = model(**{name: value.to(_device()) for name, value in batch(step).items()}).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,19 +1,17 @@
-"""`make gpu` on the simulated device: every line of it runs, and what it says is what happened."""
+"""`make gpu` without a GPU: every line of it runs, and what it says is what happened."""
 
 from __future__ import annotations
 
+import json
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import single_device
-from plugins.hybrid_parallel.distributed.local_ranks import RankFailure
 from zoo_tests.gpu import __main__ as script
+from zoo_tests.gpu import stages
 from zoo_tests.harness.ranks import run_on_ranks
 
 REPORT = """<testsuites><testsuite>
@@ -24,65 +22,60 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
+@pytest.mark.slow
 def test_page(tmp_path: Path) -> None:
+    """Each stage writes its rows; without a GPU, those of tiny models on CPUs."""
     page = tmp_path / "runs" / "gpu.md"
-    only = "test_fp32 and bert or flash_attention_3"
-    ended = script.main(["--device", "simcuda", "--quick", "--only", only, "--minutes", "6", "--output", str(page)])
-    assert ended == 0, page.read_text()
+    asked = "layouts,speed,links,rivals,trace,bits"  # levers are as speed is
+    assert script.main(["--device", "cpu", "--quick", "--output", str(page), "--stages", asked]) == 0
+    text = page.read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    found = {tuple(row[:2]): row for row in rows} | {row[0]: row for row in rows}
+    model = stages.MODELS[0]
+    assert float(found[model, "ours"][6]) > 0 and found[model, "ours"][5].endswith("%"), text
+    assert found[model, "torchtitan"][2] == "ModuleNotFoundError: No module named 'torchtitan'", text
+    assert found["pp2, 1f1b"][1].startswith("equal: ") and float(found["64"][1]) > 0, text
+    assert found[model][1].startswith("2 passes: the same bits, of "), text
+    assert json.loads(page.with_suffix(".trace.json").read_text())["traceEvents"]
+    sections = [
+        text.index(f"## {title}") for title in ("Layouts", "Speed", "Links", "Rivals", "Trace", "The same pass")
+    ]
+    assert sections == sorted(sections)
+
+
+def other_bits() -> str:
+    draws = mock.patch.object(torch.nn.functional, "silu", lambda x: x * (1 + torch.rand_like(x) / 2))
+    with draws:
+        return stages.with_tiny_models(stages.bits, stages.MODELS[0], 3, False)
+
+
+def test_the_first_operator_with_other_bits_is_named() -> None:
+    (said,) = run_on_ranks(1, other_bits)
+    assert said == "pass 2 of 3: aten.rand_like.default in model.layers.0.mlp.act_fn got other bits first"
+
+
+def test_a_layout_with_another_loss_is_named() -> None:
+    with mock.patch.object(stages, "train", return_value=([1.0, 2.0], [1.0, 2.1])):
+        assert stages.layout("llama", {}) == "DIFFERENT: 5e-02 from plain training"
+
+
+def test_what_has_no_row(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A stage that does not exist, and one without time."""
+    page = tmp_path / "gpu.md"
+    with pytest.raises(SystemExit):
+        script.main(["--device", "cpu", "--stages", "speed,sped"])
+    assert "'sped' is no stage; use some of speed,tests," in capsys.readouterr().err
+    script.main(["--device", "cpu", "--stages", "bits", "--quick", "--minutes", "0", "--output", str(page)])
+    assert f"| {stages.MODELS[0]} | no time left |" in page.read_text()
+
+
+@pytest.mark.slow
+def test_tests_of_a_gpu(tmp_path: Path) -> None:
+    page, only = tmp_path / "gpu.md", "test_fp32 and bert or flash_attention_3"
+    assert script.main(["--device", "simcuda", "--only", only, "--output", str(page), "--stages", "tests"]) == 0
     text = page.read_text()
     assert "| test_one_rank: test_fp32[bert] | passed |" in text and "skipped: flash_attn_interface" in text
     assert "1 passed, 0 failed, 1 skipped" in text
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| Llama", "| BERT"))]
-    assert len(rows) == 2 and all(float(row[1]) > 0 for row in rows), text
-
-
-def measure_as_on_a_gpu() -> tuple[dict[str, Any], list[object]]:
-    """Each way measured alone, with too little memory for one of them; and the row of the table."""
-    tiny = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    tiny = replace(single_device.SHAPES["BERT-large"], real=tiny, rows=2, length=8)
-    with (
-        mock.patch.dict(single_device.SHAPES, tiny=tiny),
-        mock.patch.object(single_device, "matmul_peak", return_value=1e12),
-        mock.patch.object(single_device, "compiled_step", side_effect=torch.OutOfMemoryError),
-    ):
-        found = single_device.measure("tiny", 1, True)
-        with mock.patch.object(single_device, "our_step", side_effect=ValueError("a | b\n")):
-            found["of a failure"] = single_device.measure("tiny", 1, True)["times"]["ours"]
-    return found, single_device._row("tiny", found)
-
-
-def test_ways_that_do_not_fit_together() -> None:
-    ((found, row),) = run_on_ranks(1, measure_as_on_a_gpu, device="simcuda")
-    assert set(found["times"]) == {"plain", "ours", "compiled"} and found["times"]["compiled"] == "out of memory"
-    assert found["of a failure"] == "ValueError: a / b"
-    assert row[0] == "tiny" and row[1] > 0 and row[2:5] == ["out of memory", "-", "-"] and row[6].endswith("%")
-
-
-def test_no_memory_is_compared_with_that_of_a_way_that_failed() -> None:
-    found = {"times": {"plain": [2.0], "ours": "out of memory"}, "memory": {"plain": 4, "ours": 8}}
-    assert single_device._row("tiny", {**found, "flops": 1e12, "peak": 2e12})[-1] == "-"
-
-
-def test_table_of_a_gpu() -> None:
-    """A process for each shape; what fails or has no time left is a row, and the others are measured."""
-    measured = {"times": {"plain": [2.0], "ours": [1.0], "ours compiled": [0.5]}, "flops": 1e12, "peak": 2e12}
-    measured["memory"] = {"plain": 4, "ours": 3, "ours compiled": 3}
-    answers = [[measured], RankFailure("rank 0 did not answer"), *[[measured]] * 4]
-    with (
-        mock.patch.object(single_device, "run_on_local_ranks", side_effect=answers) as run,
-        mock.patch.object(torch.cuda, "is_available", return_value=True),
-        mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"),
-    ):
-        told: list[str] = []
-        table = single_device.report(quick=False, until=time.monotonic() + 60, tell=told.append)
-        late = single_device.report(quick=True, until=time.monotonic() - 1)
-    assert len(told) == len(answers) and told[-1] == table and told[0].count("| 50% |") == 1
-    lines = table.splitlines()
-    assert "(a GPU)" in lines[0] and "| Llama 1B | 2.000 | - | - | 2.000 | - | 50% | 0.750 |" in lines
-    assert sum("RankFailure: rank 0 did not answer" in line for line in lines) == 1
-    assert late.count("no time left") == 2 * 7 and run.call_count == len(answers)
-    assert all(call.kwargs["device"] == "cuda" and call.kwargs["timeout_s"] <= 60 for call in run.call_args_list)
-    assert all(call.args[-1] is True for call in run.call_args_list), "the shapes were not real"
 
 
 def test_description_of_a_gpu() -> None:
