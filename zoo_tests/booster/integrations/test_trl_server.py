@@ -125,8 +125,8 @@ def test_a_server_that_is_away_has_another_model_or_dies_is_said_on_all_ranks(tm
     with StandInServer(model_of(other)) as server:
         said = _failure(job, tmp_path / "other", server.url)
     assert "which serves 'stand-in', failed in update_named_params" in said
-    for tensors in (0, 5):
-        with StandInServer(model_of(job), dies_after=tensors) as server:
+    for place, method in {0: "update_named_params", 5: "update_named_params", "/v1/completions": "generate"}.items():
+        with StandInServer(model_of(job), dies_at=place) as server:
             said = _failure(job, tmp_path / "dying", server.url)
-            assert "failed in update_named_params" in said and said.endswith("go on from the newest checkpoint")
-            assert not server.updates
+            assert f"failed in {method}" in said and said.endswith("go on from the newest checkpoint")
+            assert len(server.updates) == (method == "generate")

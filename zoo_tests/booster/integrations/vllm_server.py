@@ -28,7 +28,8 @@ class StandInServer:
 
     Args:
         model: of which it takes names and shapes.
-        dies_after: number of tensors after which it is gone, 0 for none of them announced; None for never.
+        dies_at: number of tensors after which it is gone, 0 for none of them announced, or path of the request in which
+            it is gone; None for never.
 
     Attributes:
         url: base of its addresses.
@@ -36,8 +37,8 @@ class StandInServer:
         calls: the paths that were asked, in order.
     """
 
-    def __init__(self, model: nn.Module, dies_after: int | None = None) -> None:
-        self.model, self._dies_after = model.eval(), dies_after
+    def __init__(self, model: nn.Module, dies_at: int | str | None = None) -> None:
+        self.model, self._dies_at = model.eval(), dies_at
         self.updates: list[dict[str, Tensor]] = []
         self.calls: list[str] = []
         self._arriving: dict[str, Tensor] | None = None
@@ -68,6 +69,7 @@ class StandInServer:
             ValueError: the request is refused.
         """
         self.calls.append(path)
+        self._die_if_at(path)
         if path.startswith("/server_info"):
             config = {"weight_transfer_config": {"backend": "nccl"}}
             return {"vllm_config": config | {"model_config": {"logprobs_mode": "processed_logprobs"}}}
@@ -88,10 +90,10 @@ class StandInServer:
 
     def _start(self) -> None:
         self._arriving = {}
-        self._die_if_due()
+        self._die_if_at(0)
 
-    def _die_if_due(self) -> None:
-        if len(self._arriving) == self._dies_after:
+    def _die_if_at(self, place: int | str) -> None:
+        if place == self._dies_at:
             threading.Thread(target=self.end).start()
             raise ConnectionAbortedError
 
@@ -101,7 +103,7 @@ class StandInServer:
             if name not in own or list(own[name].shape) != shape:
                 raise ValueError(f"this model has no parameter {name} of the shape {shape}")
         for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
-            self._die_if_due()
+            self._die_if_at(len(self._arriving))
             tensor = self._group.receive()
             assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape)
             self._arriving[name] = tensor
