@@ -84,19 +84,17 @@ class FusedHead:
 class AdapterReference:
     """The reference model of a trainer whose model has adapters: the boosted model with other adapters.
 
-    That is TRL's choice: the adapter "ref", which TRL has copied from an adapter that was given, or none.
-
     Args:
         model: the boosted model around a peft model.
+        adapter: the one to run with, which TRL has made beside the trained one; None for none.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, adapter: str | None) -> None:
+        self.model, self.adapter = model, adapter
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model with the adapters of the reference."""
+        """Run the model with the adapter of the reference."""
         from trl.trainer.utils import use_adapter
 
-        inside = self.model.unwrap()
-        with use_adapter(inside, "ref" if "ref" in inside.peft_config else None):
+        with use_adapter(self.model.unwrap(), self.adapter):
             return self.model(*args, **kwargs)

@@ -271,18 +271,40 @@ class BoostedTRLTrainer:
     # ----- the reference model -----
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Boost the model; without a reference model, its base or the first state of its adapter is the reference."""
+        """Boost the model; without a reference model, its base, or an adapter that TRL makes, is the reference."""
         has_adapters = hasattr(model, "disable_adapter")
+        for callback in self.callback_handler.callbacks:
+            if hasattr(callback, "teacher_adapter_name"):
+                callback._initialize_teacher_adapter()  # while the model is whole; TRL does so when training begins
         wrapped = super()._wrap_model(model, *args, **kwargs)
         if has_adapters and getattr(self, "ref_model", self.model) is None:
-            self.ref_model = AdapterReference(self.model)
+            self.ref_model = AdapterReference(self.model, "ref" if "ref" in model.peft_config else None)
+        if getattr(self, "teacher_model", None) is model:  # of SDPO and SDFT
+            kind = self.args.teacher_model_kind
+            adapter = "teacher" if kind == "ema" else None
+            self.teacher_model = wrapped if kind == "live" else AdapterReference(wrapped, adapter)
         return wrapped
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback; one that moves the reference towards the model has both whole meanwhile (ZeRO stage 3)."""
+        """Add a callback; one that moves a reference or an adapter has both whole meanwhile (ZeRO stage 3)."""
         if hasattr(callback, "sync_target_model"):
             callback.sync_target_model = partial(self._sync, callback.sync_target_model)
+        if hasattr(callback, "teacher_adapter_name"):
+            callback.on_step_end = partial(self._move_teacher, callback)
         super().add_callback(callback)
+
+    @torch.no_grad()
+    def _move_teacher(self, callback: Any, args: Any, state: Any, control: Any, **further: Any) -> None:
+        """Move the teacher's adapter towards the trained one, as TRL's callback does with whole weights."""
+        if state.global_step % callback.sync_steps:
+            return
+        inside, rate = self.model.unwrap(), callback.update_rate
+        with self.model.summon_full_params():
+            params = dict(inside.named_parameters())
+            for name, teacher in params.items():
+                if callback.teacher_adapter_name in (parts := name.split(".")):
+                    parts[parts.index(callback.teacher_adapter_name)] = inside.active_adapter
+                    teacher.copy_((1 - rate) * teacher + rate * params[".".join(parts)])
 
     def _sync(self, sync: Callable[..., None], model: nn.Module, target: nn.Module, alpha: float) -> None:
         with self.model.summon_full_params(writeback=False), target.summon_full_params():

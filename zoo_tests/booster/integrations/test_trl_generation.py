@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 from transformers import GenerationMixin
 
-from zoo_tests.booster.integrations.trl_jobs import Job, differences, ranks_of, run, trainer_of
+from booster.errors import ConfigurationError
+from booster.integrations.replicas import Replicas
+from booster.integrations.transformers import boosted
+from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.booster.integrations.trl_jobs import Job, classes_of, differences, ranks_of, run, trainer_of
 from zoo_tests.harness.ranks import run_on_ranks
 
 _LORA: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "up_proj"]}
@@ -49,8 +53,9 @@ for _name, _job in _FURTHER.items():
     _top = {"top_k": 1} if _name in ("a2po", "iw_opd", "gold") else _GREEDY  # they take no generation_kwargs
     JOBS[_name], JOBS[f"{_name} greedy"] = _job, dataclasses.replace(_job, arguments=_job.arguments | _top)
     JOBS[f"{_name} lora"] = dataclasses.replace(_job, adapters=_LORA, trained_adapters=_name == "a2po")
+del JOBS["online_dpo greedy"]  # its two answers would be one, and Adam scale up a gradient that is rounding alone
 JOBS["iw_opd own"] = Job("iw_opd", {"distillation_objective": "iw_opd"}, data="chats")
-SAMPLE = {"grpo": "tp2pp2", "rloo": "pp2"}
+SAMPLE = {"grpo": "tp2pp2", "rloo": "pp2", "sdpo lora": "tp2"}
 _OF_REPLICAS = {
     "grpo": "dp2",
     "grpo without reference": "pp2dp2",
@@ -161,6 +166,36 @@ def test_replicas_log_what_one_process_logs_of_their_completions(name: str, tmp_
         for history in (_replay(job, tmp_path / "plain", joined), *(history for _, history, _ in found))
     ]
     _check(kept[1:], kept[0])
+
+
+def refusals(job: Job, folder: str) -> list[str | None]:
+    """Return why shares of samples are refused: those of A2PO's loader, then numbers of replicas 0 and 1."""
+    found: list[str | None] = []
+
+    def note(function: Any, *args: Any) -> None:
+        try:
+            function(*args)
+            found.append(None)
+        except ConfigurationError as error:
+            found.append(str(error))
+
+    note(run, job, folder, "dp2")
+    for kind, rows in (("sdft", (3, 0)), ("sdft", (3, 2)), ("grpo", (3, 2)), ("grpo", (4, 4))):
+        trainer = object.__new__(boosted(classes_of(kind)[0]))
+        trainer.plugin, trainer.args = HybridParallelPlugin(), SimpleNamespace(device="cpu")
+        trainer.accelerator = SimpleNamespace(replicas=Replicas(trainer.plugin))
+        note(trainer._check_shares, rows[dist.get_rank()])
+    return found
+
+
+@pytest.mark.slow
+def test_a_batch_of_which_a_replica_has_no_samples_is_refused(tmp_path: Path) -> None:
+    job = dataclasses.replace(_steps(JOBS["a2po"], 2), samples=25)
+    one, other = run_on_ranks(2, refusals, job, str(tmp_path), timeout_s=300.0)
+    assert one == other, "the same on all ranks"
+    for said, shares in zip(one, ([0, 1], [3, 0], None, [3, 2], None), strict=True):
+        assert (said is None) == (shares is None)
+        assert said is None or f"Trainer get {shares} samples of a batch, and generate for as many each; use" in said
 
 
 # ----- trainer and sampler -----

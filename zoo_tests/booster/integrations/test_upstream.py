@@ -174,9 +174,16 @@ def test_trl_generates_by_what_we_replace() -> None:
 
 
 def test_trl_switches_adapters_as_we_do() -> None:
+    from trl.experimental.sdft import SDFTTrainer
+    from trl.experimental.sdpo import SDPOTrainer, teacher_sync
     from trl.trainer.utils import use_adapter
 
     assert list(inspect.signature(use_adapter).parameters) == ["model", "adapter_name"]
+    source = inspect.getsource(teacher_sync.PEFTAdapterEMACallback)
+    for each in ("if self._initialized:", "self.teacher_adapter_name", "self.sync_steps", "self.update_rate"):
+        assert each in source
+    for trainer_class in (SDPOTrainer, SDFTTrainer):
+        assert inspect.getsource(trainer_class._setup_teacher_model).count("self.teacher_model = self.model") == 3
 
 
 # ----- Lightning -----

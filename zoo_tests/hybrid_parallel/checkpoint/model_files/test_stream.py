@@ -103,10 +103,10 @@ def test_what_save_model_writes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, {"zero_stage": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"tp_size": 2, "pp_size": 2}, {"zero_stage": 3}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_save_model_writes_of_every_family(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    run_on_ranks(2, _check, family, options, tmp_path)
+    run_on_ranks(4 if "pp_size" in options else 2, _check, family, options, tmp_path)
 
 
 _ADAPTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
