@@ -86,7 +86,7 @@ class AdapterReference:
 
     Args:
         model: the boosted model around a peft model.
-        adapter: the one to run with, which TRL has made beside the trained one; None for none.
+        adapter: the one to run with, which TRL has made; None for none.
     """
 
     def __init__(self, model: nn.Module, adapter: str | None) -> None:
