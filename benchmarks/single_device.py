@@ -178,7 +178,7 @@ def torchtitan_step(shape: Shape, batch: dict[str, torch.Tensor], device: torch.
     """Train torchtitan's own Llama, of 8B where shapes are real, with as many layers, each compiled."""
     from torchtitan.models.llama3 import llama3_configs
 
-    config = llama3_configs["8B" if is_real else "debugmodel"](attn_backend="sdpa")
+    config = llama3_configs["8B" if is_real else "debugmodel"](attn_backend="flex")
     config.layers = config.layers[: (shape.real if is_real else shape.small)["num_hidden_layers"]]
     with device:
         decoder = config.build()
@@ -196,7 +196,9 @@ class _WithLoss(nn.Module):
         self.decoder = decoder
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
-        logits = self.decoder(input_ids)[:, :-1].flatten(0, 1).float()
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        masks = self.decoder.get_attention_masks(positions)  # of blocks, where a document ends
+        logits = self.decoder(input_ids, positions, masks)[:, :-1].flatten(0, 1).float()
         return SimpleNamespace(loss=F.cross_entropy(logits, labels[:, 1:].flatten()))
 
 
@@ -206,7 +208,7 @@ def automodel_step(shape: Shape, batch: dict[str, torch.Tensor], device: torch.d
 
     config = config_of(shape, is_real)
     with device:
-        model = NeMoAutoModelForCausalLM.from_config(config, torch_dtype=torch.float32)
+        model = NeMoAutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return plain_step(model.to(device), batch, device)
 
 
