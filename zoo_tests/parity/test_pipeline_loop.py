@@ -194,7 +194,8 @@ _LOSSES: dict[str, tuple[str, Callable[[Any], Tensor], dict[str, str]]] = {
         _contrast,
         {
             "logits_per_text": "compares all samples .* 2 micro-batches",
-            "text_model_output": "is a BaseModelOutput",
+            "logits_per_image": "compares all samples",
+            "vision_model_output": "is of an earlier stage",
         },
     ),
     "t5": ("generation", _encoded, {"past_key_values": "is not filled by the passes of a pipeline"}),
@@ -218,6 +219,14 @@ def test_losses_of_further_outputs(family: str) -> None:
     torch.testing.assert_close(loss_of(outputs), expected, **_EXACT)
     booster.backward(loss_of(outputs), optimizer)
     _check_gradients(optimizer, plain)
+    outputs, expected = model.eval()(**batch), plain.eval()(**batch)
+    assert [*outputs] == [*expected]
+    for (name, found), value in zip(outputs.items(), expected.to_tuple(), strict=True):
+        if name not in withheld:  # nested ones, too
+            torch.testing.assert_close(tree_leaves(found), tree_leaves(value), **_EXACT)
+            continue
+        with pytest.raises(ConfigurationError, match=f"outputs.{name} {withheld[name]}"):
+            found.shape  # noqa: B018
 
 
 @distributed(2)

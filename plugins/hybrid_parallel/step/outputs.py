@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ _PLAINLY = "call the model with pp_size=1 (a checkpoint opens under any layout)"
 def describe_outputs(
     results: Sequence[Mapping[str, Any]], coupled: Collection[str], rows: int, lengths: Sequence[int] | None
 ) -> dict[str, Any]:
-    """Describe outputs in a JSON-serializable form, by name; those that are None are left out.
+    """Describe outputs in a JSON-serializable form, by name and in order.
 
     Args:
         results: outputs of each micro-batch.
@@ -39,7 +41,7 @@ def describe_outputs(
         lengths: tokens of each micro-batch, if they are parts of one row.
     """
     described = {}
-    for name, value in {name: value for result in results for name, value in result.items()}.items():
+    for name in dict.fromkeys(name for result in results for name in result):
         if any(name not in result for result in results):
             described[name] = _withheld(f"is of some of {len(results)} micro-batches alone; {_PLAINLY}")
         elif name in coupled and len(results) > 1:
@@ -47,31 +49,49 @@ def describe_outputs(
                 f"compares all samples of a batch, which is cut into {len(results)} micro-batches; compute it from the "
                 "embeddings among the outputs, or use num_microbatches=1"
             )
-        elif value is not None:
-            described[name] = _describe([result[name] for result in results], name == LOSS, rows, lengths)
+        else:
+            leaf = partial(_describe_tensors, is_sum=name == LOSS, num_rows=rows, lengths=lengths)
+            described[name] = _describe([result[name] for result in results], leaf)
     return described
+
+
+def in_order(described: Mapping[str, Any], not_made: Mapping[str, str], fields: Sequence[str]) -> dict[str, Any]:
+    """Return descriptions in the order of the plain model's outputs, with those of its `fields` that no stage makes."""
+    nodes = {name: _withheld(not_made[name]) for name in fields if name in not_made} | {**described}
+    first = [name for name in (LOSS, AUX_LOSS) if name not in fields]
+    return {name: nodes[name] for name in dict.fromkeys([*first, *fields, *described]) if name in nodes}
 
 
 def reason_withheld(node: Any) -> str | None:
     """Return why an output cannot be read, as the end of a sentence that begins with its name; None if it can."""
-    if isinstance(node, list):
-        return next((reason for reason in map(reason_withheld, node) if reason is not None), None)
+    if node is None or "dtype" in node:
+        return None
     if "differ" in node:
         return (
             f"has shapes {node['differ']} in micro-batches, which cannot be put together; use num_microbatches=1, or "
             "do not read it"
         )
-    return node.get(_WITHHELD)
+    inner = node["fields"].values() if "fields" in node else node.get("items", ())
+    return node.get(_WITHHELD) or next(filter(None, map(reason_withheld, inner)), None)
 
 
 def build(node: Any, make: Callable[[Mapping[str, Any]], Tensor]) -> Any:
     """Build an output from its description; `make` returns each tensor."""
-    return tuple(build(each, make) for each in node) if isinstance(node, list) else make(node)
+    if node is None:
+        return None
+    if "fields" in node:
+        return _output_class(*node["class"])(**{key: build(each, make) for key, each in node["fields"].items()})
+    if "items" in node:
+        return (list if node["class"] == "list" else tuple)(build(each, make) for each in node["items"])
+    return make(node)
 
 
-def leaves(value: Any) -> list[Any]:
-    """Return the tensors of an output, or of its description."""
-    return [leaf for each in value for leaf in leaves(each)] if isinstance(value, tuple | list) else [value]
+def leaves(value: Any) -> list[Tensor]:
+    """Return the tensors of an output, in the order in which `build` makes them."""
+    if isinstance(value, Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return [leaf for each in inner for leaf in leaves(each)]
 
 
 def joined(parts: Sequence[Tensor], is_sum: bool, lengths: Sequence[int] | None) -> Tensor:
@@ -81,13 +101,24 @@ def joined(parts: Sequence[Tensor], is_sum: bool, lengths: Sequence[int] | None)
     return torch.cat(list(parts), 0 if lengths is None else 1) if parts[0].dim() else parts[0].contiguous()
 
 
-def _describe(values: Sequence[Any], is_sum: bool, num_rows: int, lengths: Sequence[int] | None) -> Any:
+def _describe(values: Sequence[Any], leaf: Callable[[Sequence[Tensor]], dict[str, Any]]) -> Any:
+    """Describe the parts of an output in micro-batches; `leaf` describes those of a tensor."""
     first = values[0]
+    if first is None and all(value is None for value in values):
+        return None
+    if any(type(value) is not type(first) for value in values):
+        return _withheld(f"is of some of {len(values)} micro-batches alone; {_PLAINLY}")
     if isinstance(first, Tensor):
-        return _describe_tensors(values, is_sum, num_rows, lengths)
-    if type(first) in (tuple, list):
-        return [_describe(parts, is_sum, num_rows, lengths) for parts in zip(*values, strict=True)]
-    return _withheld(f"is a {type(first).__name__}, which a pipeline does not send between ranks; {_PLAINLY}")
+        return leaf(values)
+    cls = type(first)
+    if cls.__module__.startswith("shardformer."):
+        return _withheld(f"is of an earlier stage, which sends what the model reads of it alone; {_PLAINLY}")
+    if isinstance(first, Mapping) and all(isinstance(key, str) and key in value for key in first for value in values):
+        fields = {key: _describe([value[key] for value in values], leaf) for key in first}
+        return {"class": [cls.__module__, cls.__qualname__], "fields": fields}
+    if cls in (tuple, list) and all(len(value) == len(first) for value in values):
+        return {"class": cls.__name__, "items": [_describe(parts, leaf) for parts in zip(*values, strict=True)]}
+    return _withheld(f"is a {cls.__name__}, which a pipeline does not send between ranks; {_PLAINLY}")
 
 
 def _describe_tensors(
@@ -107,8 +138,11 @@ def _describe_tensors(
     if shape and not is_sum and lengths is None:
         shape = [sum(each[0] for each in shapes), *shape[1:]]
         held = [each[0] for each in shapes if each[0]]  # placeholders hold nothing
-        parts = torch.arange(num_rows).tensor_split(len(held) or 1)
-        if any(count * num_rows != shape[0] * len(part) for count, part in zip(held, parts, strict=False)):
+        rows = [len(part) for part in torch.arange(num_rows).tensor_split(len(held) or 1)]
+        uneven = any(count * num_rows != shape[0] * part for count, part in zip(held, rows, strict=False))
+        # Of each layer, as in [layers, rows, ...]: parts of equal sizes would look like several rows of a sample.
+        by_layer = held != rows and [each[1] for each in shapes if each[0] and len(each) > 1] == rows
+        if uneven or by_layer:
             return _withheld(f"has shapes {shapes} in micro-batches, which have no samples along dim 0; {_PLAINLY}")
     return {
         "dtype": str(values[0].dtype).removeprefix("torch."),
@@ -153,15 +187,18 @@ def with_whole_logits(outputs: Any, module: nn.Module) -> Any:
     if head is None or not isinstance(outputs, Mapping):
         return outputs
 
-    def whole(value: Any) -> Any:
+    def whole(value: Any, key: Any = "") -> Any:
+        if isinstance(value, Mapping):  # also of a language model inside
+            return _mapped(value, whole)
+        if not str(key).endswith("logits"):
+            return value
         local_rows = head.weight.shape[1 if head.transposed else 0]
         value = joined_blocks(value, -1)
         if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != local_rows:
             return value
         return gather_from_region(value, value.dim() - 1, head.group)[..., : head.full_out_features]
 
-    logits = {key: whole(value) for key, value in outputs.items() if key.endswith("logits")}
-    return type(outputs)(**{**outputs, **logits})
+    return whole(outputs)
 
 
 def with_whole_sequences(outputs: Any, axis: ZigzagSharding | None) -> Any:
@@ -171,13 +208,21 @@ def with_whole_sequences(outputs: Any, axis: ZigzagSharding | None) -> Any:
     length = axis.latest.length
     part = 2 * axis.chunk(length)
 
-    def whole(value: Any) -> Any:
+    def whole(value: Any, key: Any = "") -> Any:
+        if isinstance(value, Mapping):
+            return _mapped(value, whole)
         is_part = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == part
         return axis.gather(value, length) if is_part else value
 
-    if not isinstance(outputs, Mapping):
-        return whole(outputs)
-    return type(outputs)(**{key: whole(value) for key, value in outputs.items()})
+    return whole(outputs)
+
+
+def _mapped(outputs: Mapping[Any, Any], function: Callable[[Any, Any], Any]) -> Any:
+    """Return outputs of the same class, with what `function` makes of each value and its name."""
+    made = copy(outputs)
+    for key, value in outputs.items():
+        made[key] = function(value, key)
+    return made
 
 
 _NOT_FETCHED = object()
@@ -185,6 +230,17 @@ _NOT_FETCHED = object()
 
 class WithheldError(ConfigurationError, AttributeError):
     """An output that the plain model has and a pipeline does not give; `hasattr` finds none."""
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """Stands in loops over outputs at the place of one that cannot be read; every use of it says why."""
+
+    _name: str
+    _reason: str
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise WithheldError(f"outputs.{self._name} {self._reason}")
 
 
 class StageOutputs(dict[str, Any]):
@@ -195,7 +251,7 @@ class StageOutputs(dict[str, Any]):
     Args:
         names: names of the outputs, in order.
         fetch: name -> value, on all ranks of the pipeline.
-        withheld: name -> why the output of the plain model cannot be read; such outputs are not listed.
+        withheld: name -> why the output of the plain model cannot be read; in loops it has its place (`Withheld`).
     """
 
     def __init__(self, names: Iterable[str], fetch: Callable[[str], Any], withheld: Mapping[str, str]) -> None:
@@ -215,11 +271,11 @@ class StageOutputs(dict[str, Any]):
         return value
 
     def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
         if name.startswith("__"):
             raise AttributeError(f"the model's outputs have no {name}")
         self._refuse_withheld(name)
+        if name in self:
+            return self[name]
         return None  # as an optional field of a `ModelOutput`
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -252,11 +308,12 @@ class StageOutputs(dict[str, Any]):
 
     def values(self) -> list[Any]:
         """Fetch and return all outputs."""
-        return [self[name] for name in self.keys()]
+        return [value for _, value in self.items()]
 
     def items(self) -> list[tuple[str, Any]]:
         """Fetch and return all outputs with their names."""
-        return [(name, self[name]) for name in self.keys()]
+        withheld = self._withheld
+        return [(name, Withheld(name, withheld[name]) if name in withheld else self[name]) for name in self.keys()]
 
     def to_tuple(self) -> tuple[Any, ...]:
         """Fetch and return all outputs in order."""
@@ -322,48 +379,22 @@ def are_parts_of_row(shapes: Sequence[Sequence[int]], lengths: Sequence[int]) ->
 def broadcast_outputs(outputs: Any, mesh: HybridMesh, source: int) -> Any:
     """Broadcast the outputs of rank `source` to all stages: a JSON header, then each tensor. No pickle."""
     group = mesh.group("pp")
-    header = broadcast_json(None if outputs is None else _described(outputs), group, source)
-    mine = iter(()) if outputs is None else _tensors(outputs)
+    header = broadcast_json(None if outputs is None else _describe([outputs], _describe_whole), group, source)
+    mine = iter(leaves(outputs))
 
-    def receive(dtype: str, shape: list[int]) -> Tensor:
+    def receive(leaf: Mapping[str, Any]) -> Tensor:
         tensor = next(mine, None)
         if tensor is None:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device)
+            tensor = torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=mesh.device)
         tensor = tensor.contiguous()
         dist.broadcast(tensor, source, group=group)
         return tensor
 
-    def build(node: dict[str, Any] | None) -> Any:
-        if node is None:
-            return None
-        if "dtype" in node:
-            return receive(node["dtype"], node["shape"])
-        if "tuple" in node:
-            return tuple(map(build, node["tuple"]))
-        return _output_class(*node["class"])(**{key: build(each) for key, each in node["fields"].items()})
-
-    return build(header)
+    return build(header, receive)
 
 
-def _described(value: Any) -> dict[str, Any] | None:
-    """Describe nested outputs in a JSON-serializable form."""
-    if isinstance(value, Tensor):
-        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-    if isinstance(value, Mapping):
-        cls = type(value)
-        return {
-            "class": [cls.__module__, cls.__qualname__],
-            "fields": {key: _described(each) for key, each in value.items()},
-        }
-    return None if value is None else {"tuple": [_described(each) for each in value]}
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif value is not None:
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(each)
+def _describe_whole(values: Sequence[Tensor]) -> dict[str, Any]:
+    return {"dtype": str(values[0].dtype).removeprefix("torch."), "shape": list(values[0].shape)}
 
 
 def _output_class(module: str, name: str) -> type:

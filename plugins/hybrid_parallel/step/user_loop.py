@@ -11,7 +11,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,7 @@ from plugins.hybrid_parallel.step.outputs import (
     build,
     describe_outputs,
     detached,
+    in_order,
     joined,
     leaves,
     reason_withheld,
@@ -149,6 +151,7 @@ class PipelineCall:
         self.balance: RouterBalance | None = None
         self.num_steps = [optimizer.num_steps for optimizer in model.optimizers]
         self._header: dict[str, Any] = {}
+        self._fields: list[str] = []  # outputs that the model may return, in order; on the last stage
         self._not_made: dict[str, str] = {}  # outputs of the plain model that no stage computes, and why
 
     # ----- forward -----
@@ -177,6 +180,7 @@ class PipelineCall:
                 share = empty_share(outputs, loss, index) if empty else loss.share(outputs, index)
             whole = model.gathered(outputs) if loss.reads_parallel_logits else outputs
             result = dict(whole) if isinstance(whole, Mapping) else {_BARE: whole}
+            self._fields = [field.name for field in fields(whole)] if is_dataclass(whole) else [*result]
             result = without_rows(result) if empty else result
             result.pop(LOSS, None)
             results.append(result if share is None else {LOSS: share, **result})
@@ -199,16 +203,16 @@ class PipelineCall:
         described = None
         if runtime.has_last_stage:
             described = describe_outputs(self.results, self.coupled, self.rows, self.split.lengths)
+            if self.balance is not None and _BARE not in described:
+                described[AUX_LOSS] = None  # comes of all stages
+            described = in_order(described, self._not_made, self._fields)
         self._header = broadcast_json(described, mesh.group("pp"), runtime.rank_of_last_stage)
         withheld = {name: reason for name, node in self._header.items() if (reason := reason_withheld(node))}
         if _BARE in withheld:
             raise ConfigurationError(f"the output of the model {withheld[_BARE]}")
         if _BARE in self._header:
             return self.fetch(_BARE)
-        withheld |= self._not_made
-        first = [name for name in (LOSS,) if name in self._header] + [AUX_LOSS] * (self.balance is not None)
-        names = dict.fromkeys([*first, *self._header])
-        outputs = StageOutputs([name for name in names if name not in withheld], self.read, withheld)
+        outputs = StageOutputs(self._header, self.read, withheld | self._not_made)
         if LOSS in self._header:
             outputs[LOSS] = self.model.user_loop.loss_over_replicas(self._fetch_loss())
             if self.balance is not None:
@@ -230,14 +234,14 @@ class PipelineCall:
         """Broadcast an output from the last stage, or add up the auxiliary loss over all stages and replicas."""
         if name == AUX_LOSS and self.balance is not None:
             return self._with_border(self.balance.finish(), (AUX_LOSS, 0))
-        positions = iter(range(len(leaves(self._header[name]))))
+        positions = count()
         return build(self._header[name], lambda leaf: self._broadcast(name, next(positions), leaf))
 
     def _fetch_loss(self) -> Tensor:
         """Fetch the loss of this replica, or the exact sum over all replicas."""
         if self.model.units is None:
             return self.fetch(LOSS)
-        (leaf,) = leaves(self._header[LOSS])
+        leaf = self._header[LOSS]
         mine = [result[LOSS].detach() for result in self.results] if self.model.runtime.has_last_stage else []
         total = exact_sum(mine, self.model.mesh.replica_group)
         value = torch.tensor(total, dtype=getattr(torch, leaf["dtype"]), device=self.model.mesh.device)

@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
+from booster import Booster
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.random_batch import distance_from_wave
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_on_rank, train_reference
-from zoo_tests.harness.ranks import run_on_ranks
+from zoo_tests.harness.ranks import distributed, run_on_ranks
 
 _TP2, _PARTS, _DP2 = {"tp_size": 2}, {"tp_size": 2, "num_microbatches": 4}, {"dp_size": 2, "num_microbatches": 2}
 _PP2 = {"pp_size": 2, "num_microbatches": 2}
@@ -110,3 +113,29 @@ def test_a_loss_whose_last_digits_depend_on_the_seed_is_not_random() -> None:
     assert len(train_reference(VerifyCase(_tiny("vilt", "ViltForMaskedLM"), 6, 2, {})).steps) == 2
     with pytest.raises(ConfigurationError, match="draws random numbers"):  # points at which masks are compared
         train_reference(VerifyCase(_tiny("rf_detr", "RfDetrForInstanceSegmentation"), 6, 2, {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name", "options", "withheld"),
+    [
+        ("yolos", "YolosForObjectDetection", _PP2_WHOLE, ""),
+        ("yolos", "YolosForObjectDetection", _PP2, "loss_dict"),
+        ("blip_2", "Blip2ForConditionalGeneration", _TP2, ""),  # logits of a language model inside
+        ("bert", "BertForPreTraining", _PP2, ""),
+    ],
+)
+@distributed(2)
+def test_outputs_have_the_places_of_the_plain_model(
+    family: str, name: str, options: dict[str, Any], withheld: str
+) -> None:
+    tiny = _tiny(family, name)
+    plain, plugin = tiny.build().eval(), HybridParallelPlugin(precision="fp32", **options)
+    batch, model = tiny.batch(plain, 0, 4), Booster(plugin=plugin).boost(tiny.build()).eval()
+    with torch.no_grad():
+        expected, outputs = plain(**batch), model(**batch)
+    assert [*outputs] == [*expected]
+    for key, found in outputs.items():
+        assert (key == withheld) is not hasattr(outputs, key)
+        if key != withheld:
+            torch.testing.assert_close(tree_leaves(found), tree_leaves(expected[key]), rtol=1e-4, atol=1e-5)
