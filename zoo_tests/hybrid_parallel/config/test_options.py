@@ -153,7 +153,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def test_wrong_values_of_all_options_are_known() -> None:
-    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 55
+    assert WRONG_VALUES.keys() == OPTIONS.keys() and len(OPTIONS) == 56
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -223,7 +223,11 @@ def test_names_of_other_libraries_lead_to_valid_options() -> None:
     assert not set(option_group._ELSEWHERE).intersection(OPTIONS)
     names = [name for names in option_group._OF_OTHERS.values() for name in names.split()]
     assert len(set(names)) == len(names)
-    needed = {"offload_parameters": {"zero_stage": 3}, "num_model_chunks": {"pp_style": "interleaved"}}
+    needed = {
+        "offload_parameters": {"zero_stage": 3},
+        "num_model_chunks": {"pp_style": "interleaved"},
+        "cuda_graphs": {"compile_layers": True, "pp_size": 1},
+    }
     for use in option_group._OF_OTHERS:
         options = options_of_text(use.replace(" and ", ","))
         further = [needed[name] for name in options if name in needed]
