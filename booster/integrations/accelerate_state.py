@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -307,6 +308,12 @@ class ReplicaValues:
             found = self.replicas.gather(tensor)
             return found[:rows] if found.dim() else found
 
+        if isinstance(input_data, Mapping) and any(isinstance(value, list) for value in input_data.values()):
+            lists = set(self.replicas.gather_objects(_lists_of_samples(input_data)))
+            joined = copy(input_data)
+            for name, value in input_data.items():
+                joined[name] = self.gather_for_metrics(value, True) if name in lists else map_tensors(gathered, value)
+            return joined
         return map_tensors(gathered, input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -333,3 +340,11 @@ class ReplicaValues:
         if flag:
             self.flag_tensor = None
         return bool(flag)
+
+
+def _lists_of_samples(batch: Mapping[str, Any]) -> list[str]:
+    """Return the names of lists in a batch that hold an item for each sample, such as masks of different numbers."""
+    if hasattr(batch, "to_tuple"):  # outputs of a model, whose lists are of layers
+        return []
+    rows = next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), None)
+    return [name for name, value in batch.items() if isinstance(value, list) and len(value) == rows]

@@ -116,6 +116,9 @@ def test_objects_of_replicas_are_joined() -> None:
         boxes = Samples.among(([{"boxes": torch.full((2 + mine, 4), mine)}] * (2 - mine), torch.ones(2)), 2 - mine)
         joined, _ = accelerator.gather_for_metrics(accelerator.pad_across_processes(boxes, dim=1))
         assert [tuple(each["boxes"].shape) for each in joined] == [(2, 4), (2, 4), (3, 4)]
+        masks = [torch.full((3 + mine, 2), mine)] * (2 - mine)  # an item for each sample, as collators of segments make
+        batch = accelerator.gather_for_metrics({"pixels": torch.ones(2 - mine, 4), "masks": masks})
+        assert len(batch["pixels"]) == 3 and [len(each) for each in batch["masks"]] == [3, 3, 4]
         with pytest.raises(ConfigurationError, match=r"the list\[0\]\[0\] is a builtin_function_or_method"):
             accelerator.gather_for_metrics([(print, 2)])
 
