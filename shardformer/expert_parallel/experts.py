@@ -235,9 +235,7 @@ class SharedExpert:
         """Return the name of the shared expert that a block calls after its other experts; None if it has none."""
         code = getattr(inspect.unwrap(type(block).forward), "__code__", None)
         names = code.co_names if code is not None else ()  # in the order of their first use
-        shared = next(
-            (name for name in _SHARED if name in names and isinstance(getattr(block, name, None), nn.Module)), ""
-        )
+        shared = next((name for name in _SHARED if name in names and _takes_tokens(getattr(block, name, None))), "")
         return shared if "experts" in names[: names.index(shared) if shared else 0] else None
 
     def compute(self) -> None:
@@ -266,6 +264,16 @@ class _Beside(nn.Module):
 
 
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
+
+
+def _takes_tokens(module: Any) -> bool:
+    """Return whether a module's forward needs hidden states, and nothing else."""
+    if not isinstance(module, nn.Module):
+        return False
+    parameters = inspect.signature(module.forward).parameters.values()
+    return sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters) == 1
+
+
 INDICES = ("top_k_index", "router_indices")
 _WEIGHTS = ("top_k_weights", "routing_weights")
 

@@ -105,8 +105,8 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         (f"{_TRL}[sft dft]", f"{_TRL}[dpo]"),
     ),
     "TRL: the reference of a trained adapter is the bare model": Edit(
-        "booster.integrations.fused_head",
-        '"ref" if "ref" in inside.peft_config else None',
+        "booster.integrations.trl_trainers",
+        '"ref" if "ref" in model.peft_config else None',
         "None",
         (f"{_TRL}[dpo trained lora]",),
     ),

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from shardformer import ShardConfig
 from shardformer.distributed import collectives
-from shardformer.expert_parallel.experts import ExpertCapacity, TokenDispatcher, shard_experts
+from shardformer.expert_parallel.experts import ExpertCapacity, SharedExpert, TokenDispatcher, shard_experts
 from zoo_tests.cuda_trace.recorder import recorded_on_meta
 from zoo_tests.harness.native import EXACT, known
 from zoo_tests.harness.ranks import distributed
@@ -255,3 +255,18 @@ def test_first_choices_of_early_tokens_go_first() -> None:
         [True, True],
         [False, False],
     ]
+
+
+class _Block(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.experts, self.shared_experts = nn.Identity(), shared
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.experts(hidden) + self.shared_experts(hidden)
+
+
+def test_a_shared_expert_that_takes_more_than_tokens_is_left_alone() -> None:
+    """As Inkling's, which takes weights of the tokens too."""
+    assert SharedExpert.name_in(_Block(nn.Linear(2, 2))) == "shared_experts"
+    assert SharedExpert.name_in(_Block(nn.Bilinear(2, 2, 2))) is None
