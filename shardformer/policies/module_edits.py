@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardformer.attention import log_once
 from shardformer.distributed.blocks import Blocks, blocks_of, num_parts, split_parameter
 from shardformer.distributed.collectives import (
     copy_to_region,
@@ -26,7 +26,6 @@ from shardformer.layers.linear import column_spec, copies_group, in_features, ou
 from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
 from shardformer.utils.module_paths import alias_parameters
 
-_log = logging.getLogger(__name__)
 _ROUNDED_BYTES = 2  # of a 16-bit value
 _BIASES = ("alibi", "attention_mask", "position_bias", "rel_pos", "rel_2d_pos")
 
@@ -152,17 +151,17 @@ def _avoid_unaligned_kernel(experts: nn.Module, parts: int) -> None:
 
     Values are counted as 16-bit ones, to which they may be rounded after they are sharded.
     """
+    config = getattr(experts, "config", None)
     stacked = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
     sizes = [size // parts * _ROUNDED_BYTES for parameter in stacked for size in parameter.shape[1:]]
-    if all(size % 16 == 0 for size in sizes) or getattr(experts, "config", None) is None:
+    if config is None or config._experts_implementation == "eager" or all(size % 16 == 0 for size in sizes):
         return
-    _log.warning(
-        "the local part of %s is not aligned to 16 bytes: its experts run one by one; an intermediate size that "
-        "%d parts divide into multiples of 16 bytes is faster",
-        type(experts).__name__,
-        parts,
+    log_once(
+        f"the local part of {type(experts).__name__}",
+        "is not aligned to 16 bytes: its experts run one by one; an intermediate size that "
+        f"{parts} parts divide into multiples of 16 bytes is faster",
     )
-    experts.config = copy.deepcopy(experts.config)
+    experts.config = copy.deepcopy(config)
     experts.config._experts_implementation = "eager"
 
 
