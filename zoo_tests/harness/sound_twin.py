@@ -52,7 +52,7 @@ class SoundTwin(TinyModel):
         bins = next(getattr(tower, name) for name in _BINS if hasattr(tower, name))
         frames = frames_of(tower)
         shape = (bins, frames) if self.bins_first else (frames, bins)
-        sounds = {"input_features": self._cast(torch.rand(rows, *shape, generator=generator))}
+        sounds = {"input_features": torch.rand(rows, *shape, generator=generator).to(self.dtype)}
         masks = [name for name in _MASKS if name in inspect.signature(model.forward).parameters]
         return sounds | {name: torch.ones(rows, frames, dtype=torch.long) for name in masks}
 
