@@ -3,7 +3,7 @@
     python -m zoo_tests.campaigns.first_hour --output docs/results/first_hour.md
 
 Each way begins with a copy of the files under git and an empty virtual environment, in a new folder. The index is the
-one that pip is configured with; of the package itself it is a folder that holds the wheel of `make wheel`.
+one that pip is configured with, and the package itself comes from the wheel that `make wheel` leaves.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ def steps_of(way: str) -> tuple[str, str]:
     run = "{python} -m booster run --nproc-per-node 4 script.py"
     return {
         "`pip install .` in a checkout": ("{pip} install .", run),
-        "`pip install hybrid-booster` from an index": (
-            "make wheel && mkdir -p index/hybrid-booster && cp dist/*.whl index/hybrid-booster/"
-            " && {pip} install hybrid-booster --extra-index-url file://$PWD/index",
+        "`pip install hybrid-booster` by its wheel": (
+            "make wheel && {pip} install hybrid-booster --find-links dist",
             run,
         ),
         "`make bert`": ("make setup", 'make bert ARGS="--limit 64 --eval-limit 32"'),
     }[way]
 
 
-WAYS = ("`pip install .` in a checkout", "`pip install hybrid-booster` from an index", "`make bert`")
+WAYS = ("`pip install .` in a checkout", "`pip install hybrid-booster` by its wheel", "`make bert`")
 
 
 def walk(way: str, folder: Path) -> tuple[float, float, float]:
