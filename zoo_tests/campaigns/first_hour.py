@@ -82,7 +82,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             install, script, size = walk(way, Path(folder))
         page += f"| {way} | {install:.0f} s | {script:.0f} s | {(install + script) / 60:.1f} | {size:.1f} |\n"
-    options.output.write_text(page, encoding="utf-8")
+        options.output.write_text(page, encoding="utf-8")  # an interrupt keeps the ways that are done
 
 
 if __name__ == "__main__":
