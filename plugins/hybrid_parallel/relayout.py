@@ -21,11 +21,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from booster.errors import ConfigurationError
 from booster.plugin import Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.state.async_save import Staging
-from plugins.hybrid_parallel.checkpoint.state.dcp_storage import describe_tensors, read_from_ranks
-from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
-from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earlier_stages
-from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, manifest_of, restore, take_snapshot
+from plugins.hybrid_parallel.checkpoint.atomic_save import Staging
+from plugins.hybrid_parallel.checkpoint.dcp_storage import describe_tensors, read_from_ranks
+from plugins.hybrid_parallel.checkpoint.global_tensor import buffers_of_earlier_stages
+from plugins.hybrid_parallel.checkpoint.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.training_state import StateSnapshot, manifest_of, restore, take_snapshot
 from plugins.hybrid_parallel.data.dataloader import LOADER_OPTIONS, ShardedDataLoader
 from plugins.hybrid_parallel.data.random_stream import LoadingStream
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks

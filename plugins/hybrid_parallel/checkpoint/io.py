@@ -18,20 +18,11 @@ from booster.checkpoint import SavedCheckpoint
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.plugin import CheckpointIO
-from plugins.hybrid_parallel.checkpoint.model_files.gather import whole_state_dict
-from plugins.hybrid_parallel.checkpoint.model_files.load import load_model_files
-from plugins.hybrid_parallel.checkpoint.model_files.peft import (
-    has_adapters,
-    load_adapter_files,
-    refuse_bare_adapters,
-    save_adapter_files,
-)
-from plugins.hybrid_parallel.checkpoint.model_files.save import save_model_files
-from plugins.hybrid_parallel.checkpoint.model_files.stream import WeightStream
-from plugins.hybrid_parallel.checkpoint.state.async_save import BackgroundWriter, Staging
-from plugins.hybrid_parallel.checkpoint.state.atomic_save import (
+from plugins.hybrid_parallel.checkpoint.atomic_save import (
     MANIFEST,
+    BackgroundWriter,
     PendingSave,
+    Staging,
     checkpoints_in,
     data_file,
     is_whole,
@@ -39,18 +30,35 @@ from plugins.hybrid_parallel.checkpoint.state.atomic_save import (
     partial_directory,
     remove_remains,
 )
-from plugins.hybrid_parallel.checkpoint.state.dcp_storage import read_tensors, write_tensors
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
-from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest, SavedFile, header_checksum, merge_tensors
-from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX, buffers_of_earlier_stages, model_tensors
-from plugins.hybrid_parallel.checkpoint.state.snapshot_files import (
+from plugins.hybrid_parallel.checkpoint.dcp_storage import read_tensors, write_tensors
+from plugins.hybrid_parallel.checkpoint.gather import whole_state_dict
+from plugins.hybrid_parallel.checkpoint.global_tensor import (
+    PREFIX,
+    GlobalTensor,
+    buffers_of_earlier_stages,
+    model_tensors,
+)
+from plugins.hybrid_parallel.checkpoint.load import load_model_files
+from plugins.hybrid_parallel.checkpoint.manifest import Manifest, SavedFile, header_checksum, merge_tensors
+from plugins.hybrid_parallel.checkpoint.peft import (
+    has_adapters,
+    load_adapter_files,
+    refuse_bare_adapters,
+    save_adapter_files,
+)
+from plugins.hybrid_parallel.checkpoint.save import save_model_files
+from plugins.hybrid_parallel.checkpoint.stream import WeightStream
+from plugins.hybrid_parallel.checkpoint.training_state import (
     KEPT,
     MEMORY,
     Snapshot,
+    StateSnapshot,
     keep_global_batch,
+    manifest_of,
     newest_snapshot,
+    restore,
+    take_snapshot,
 )
-from plugins.hybrid_parallel.checkpoint.state.training_state import StateSnapshot, manifest_of, restore, take_snapshot
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from plugins.hybrid_parallel.guards import check_boosted

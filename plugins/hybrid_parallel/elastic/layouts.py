@@ -25,7 +25,7 @@ from booster.elastic.job_environment import LEAVE, LIMIT, ElasticPlace
 from booster.errors import ConfigurationError
 from booster.failure.failure_report import LEFT
 from booster.launch import elastic_place
-from plugins.hybrid_parallel.checkpoint.state.snapshot_files import newest_snapshot
+from plugins.hybrid_parallel.checkpoint.training_state import newest_snapshot
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import control_group
 from shardformer.distributed.process_groups import all_gather_json

@@ -16,17 +16,17 @@ from torch.distributed import ProcessGroup
 from booster import failure
 from booster.elastic.job_environment import FOLDER, MODULES
 from booster.launch import job_store, machine_of_this_rank
+from plugins.hybrid_parallel.checkpoint.global_tensor import buffers_of_earlier_stages
 from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
-from plugins.hybrid_parallel.checkpoint.state.model_state import buffers_of_earlier_stages
-from plugins.hybrid_parallel.checkpoint.state.snapshot_files import (
+from plugins.hybrid_parallel.checkpoint.training_state import (
     Piece,
     newest_snapshot,
     pieces_in,
     publish,
     remove_before,
+    take_snapshot,
     write_piece,
 )
-from plugins.hybrid_parallel.checkpoint.state.training_state import take_snapshot
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.elastic.layouts import PlansAhead, StepBoundary
 from plugins.hybrid_parallel.guards import check_boosted

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.state.atomic_save import checkpoints_in
+from plugins.hybrid_parallel.checkpoint.atomic_save import checkpoints_in
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 from zoo_tests.campaigns.crashes.victims import ARMED, FAILED, HUNG, KILLED, KINDS, MOMENTS, Kill, Nursery
 from zoo_tests.harness.ranks import run_on_ranks

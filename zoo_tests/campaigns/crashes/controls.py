@@ -6,9 +6,8 @@ import os
 from typing import Any
 
 from plugins.hybrid_parallel.checkpoint import io
-from plugins.hybrid_parallel.checkpoint.state.async_save import Staging
-from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave
-from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.atomic_save import PendingSave, Staging
+from plugins.hybrid_parallel.checkpoint.manifest import Manifest
 
 _publish, _data_file = PendingSave.publish, io.data_file
 

@@ -15,7 +15,7 @@ EDITS_OF_ELASTIC: dict[str, Edit] = {
         (f"{_SNAPSHOT}::test_the_bits_of_a_save_and_a_load_after_the_loss_of_a_machine[fp32]",),
     ),
     "replicas keep their number of samples": Edit(
-        "plugins.hybrid_parallel.checkpoint.state.snapshot_files",
+        "plugins.hybrid_parallel.checkpoint.training_state",
         'size, replicas = saved["global_batch_size"],',
         "size, replicas = loader.global_batch_size,",
         (f"{_SNAPSHOT}::test_the_bits_of_a_save_and_a_load_after_the_loss_of_a_machine[fp32]",),

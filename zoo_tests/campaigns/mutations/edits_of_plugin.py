@@ -16,7 +16,7 @@ _STEP_LOSS = f"{_PLUGIN}/loss/test_step_loss.py"
 _UNEQUAL = f"{_STEP_LOSS}::test_unequal_shares_and_micro_batches"
 _CHECKPOINTS = f"{_PLUGIN}/checkpoint/test_io.py"
 _SAME_BITS = f"{_CHECKPOINTS}::test_resuming_on_the_same_layout_gives_the_same_bits"
-_MODEL_FILES = f"{_PLUGIN}/checkpoint/model_files/test_save.py"
+_MODEL_FILES = f"{_PLUGIN}/checkpoint/test_save.py"
 _UNUSED = "zoo_tests/parity/test_unused.py::test_replicas_that_use_other_parameters"
 _CUT_SEQUENCES = "zoo_tests/shardformer/context_parallel/test_zigzag.py"
 
@@ -243,37 +243,37 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_MODEL_FILES}::test_round_trip[gpt2-True-tp2-pp2-5GB]",),
     ),
     "momentum read from the start of its parameter": Edit(
-        "plugins.hybrid_parallel.checkpoint.state.optimizer_state",
+        "plugins.hybrid_parallel.checkpoint.optimizer_state",
         "wanted = GlobalTensor.piece(spec, state[key], piece.start, piece.stop)",
         "wanted = GlobalTensor.piece(spec, state[key], 0, piece.stop - piece.start)",
         (f"{_SAME_BITS}[dp2-fp32]",),
     ),
     "masters read from the rounded parameters": Edit(
-        "plugins.hybrid_parallel.checkpoint.state.optimizer_state",
+        "plugins.hybrid_parallel.checkpoint.optimizer_state",
         'candidates = [f"{PREFIX}{name}/{MASTER}" for name in names] + [f"{MODEL}{name}" for name in names]',
         'candidates = [f"{MODEL}{name}" for name in names]',
         (f"{_SAME_BITS}[tp2-bf16]",),
     ),
     "loss scale begins anew after loading": Edit(
-        "plugins.hybrid_parallel.checkpoint.state.optimizer_state",
+        "plugins.hybrid_parallel.checkpoint.optimizer_state",
         '        self.optimizer.loss_scale.load_state_dict(self.saved["loss_scale"])\n',
         "",
         (f"{_SAME_BITS}[tp2-fp16]",),
     ),
     "random numbers of the first rank on all": Edit(
-        "plugins.hybrid_parallel.checkpoint.state.training_state",
+        "plugins.hybrid_parallel.checkpoint.training_state",
         "        prefix = _own_prefix() if replica_of is None",
         '        prefix = f"{PREFIX}0/" if replica_of is None',
         (f"{_SAME_BITS}[dp2-fp32]",),
     ),
     "states from before loading stay": Edit(
-        "plugins.hybrid_parallel.checkpoint.state.optimizer_state",
+        "plugins.hybrid_parallel.checkpoint.optimizer_state",
         "                self.optimizer.state.pop(target, None)\n",
         "                continue\n",
         (f"{_CHECKPOINTS}::test_loading_forgets_the_states_of_before",),
     ),
     "options of parameter groups not loaded": Edit(
-        "plugins.hybrid_parallel.checkpoint.state.optimizer_state",
+        "plugins.hybrid_parallel.checkpoint.optimizer_state",
         "group[key] = _like(value, group.get(key))",
         "_like(value, group.get(key))",
         (f"{_SAME_BITS}[dp2-fp32]",),

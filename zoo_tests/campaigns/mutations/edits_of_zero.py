@@ -49,7 +49,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         (f"{_FILES}[llama-causal_lm-tp2dp2-zero1-adamw-tie_word_embeddings=True]",),
     ),
     "a writer leaves its own part of a tensor out": Edit(
-        "plugins.hybrid_parallel.checkpoint.model_files.gather",
+        "plugins.hybrid_parallel.checkpoint.gather",
         "local[start:stop] = values",
         "local[start:stop] = 0",
         (f"{_FILES}[llama-causal_lm-tp2dp2-zero1-adamw-tie_word_embeddings=True]",),

@@ -1,7 +1,7 @@
 """Saves that are killed: at every call, at any time, one rank or all; and the same with the discipline broken.
 
 What breaks here first: a file that is visible before it is complete, or gone before its successor is. Look in
-`plugins/hybrid_parallel/checkpoint/state/atomic_save.py`; `zoo_tests/campaigns/crashes` is the campaign.
+`plugins/hybrid_parallel/checkpoint/atomic_save.py`; `zoo_tests/campaigns/crashes` is the campaign.
 """
 
 from __future__ import annotations

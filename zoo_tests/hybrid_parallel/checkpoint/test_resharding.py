@@ -1,7 +1,7 @@
 """Every layout opens every other's checkpoint: 56 ordered pairs, compared bit by bit, and trained on; a sample here.
 
 What breaks here first: pieces of fused, padded or tied parameters under ZeRO. Look in
-`plugins/hybrid_parallel/checkpoint/state/global_tensor.py`.
+`plugins/hybrid_parallel/checkpoint/global_tensor.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.manifest import Manifest
 from shardformer.lazy.weight_files import open_tensors
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import run_on_ranks

@@ -1,7 +1,7 @@
 """Training that is interrupted in the middle of an epoch and goes on in fresh processes, as if nothing had happened.
 
 What breaks here first: a random number drawn from somewhere that the checkpoint does not know. Look in
-`plugins/hybrid_parallel/data/dataloader.py` and `plugins/hybrid_parallel/checkpoint/state/training_state.py`.
+`plugins/hybrid_parallel/data/dataloader.py` and `plugins/hybrid_parallel/checkpoint/training_state.py`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.checkpoint.state import dcp_storage
+from plugins.hybrid_parallel.checkpoint import dcp_storage
 from zoo_tests.harness.case import Recipe
 
 GLOBAL_BATCH = 8

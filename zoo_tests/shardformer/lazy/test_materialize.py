@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
+from plugins.hybrid_parallel.checkpoint.global_tensor import local_tensors
 from plugins.hybrid_parallel.zero.whole_parameters import assemble
 from shardformer import ShardConfig, ShardFormer, record_module_init
 from shardformer.lazy import materialize, recording, set_weight_reader, waits_for_values

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from plugins.hybrid_parallel.checkpoint.state.optimizer_state import OptimizerLoad
+from plugins.hybrid_parallel.checkpoint.optimizer_state import OptimizerLoad
 from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
 from plugins.hybrid_parallel.zero.step import Stepper
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather
+from plugins.hybrid_parallel.checkpoint.gather import Gather
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from shardformer.shard_spec import Part, ShardSpec, annotate
 

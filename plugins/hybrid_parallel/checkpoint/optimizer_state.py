@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor
-from plugins.hybrid_parallel.checkpoint.state.manifest import Manifest
-from plugins.hybrid_parallel.checkpoint.state.model_state import MASTER
-from plugins.hybrid_parallel.checkpoint.state.model_state import PREFIX as MODEL
+from plugins.hybrid_parallel.checkpoint.global_tensor import MASTER, GlobalTensor
+from plugins.hybrid_parallel.checkpoint.global_tensor import PREFIX as MODEL
+from plugins.hybrid_parallel.checkpoint.manifest import Manifest
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
+from plugins.hybrid_parallel.checkpoint.global_tensor import local_tensors
 from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileReader, for_each
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers

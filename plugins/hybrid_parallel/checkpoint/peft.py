@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from booster.checkpoint import write_text
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.model_files.formats import Unit
-from plugins.hybrid_parallel.checkpoint.model_files.gather import Gather, open_for_messages, receive, send
-from plugins.hybrid_parallel.checkpoint.model_files.save import Item, partial_path, remove_partial_files
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
+from plugins.hybrid_parallel.checkpoint.gather import Gather, open_for_messages, receive, send
+from plugins.hybrid_parallel.checkpoint.global_tensor import local_tensors
+from plugins.hybrid_parallel.checkpoint.save import Item, Unit, partial_path, remove_partial_files
 from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileWriter, sync_directory
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh

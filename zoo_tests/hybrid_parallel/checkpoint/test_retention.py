@@ -1,7 +1,7 @@
 """Folders of checkpoints: which is the latest, which are kept, whose files stay; saves that training goes on beside.
 
 What breaks here first: something removed that is a user's, and a snapshot of another moment than that of the call. Look
-in `atomic_save.py` and `async_save.py` of `plugins/hybrid_parallel/checkpoint`.
+in `atomic_save.py` of `plugins/hybrid_parallel/checkpoint`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import pytest
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.state import atomic_save as partial
-from plugins.hybrid_parallel.checkpoint.state.dcp_storage import write_tensors
+from plugins.hybrid_parallel.checkpoint import atomic_save as partial
+from plugins.hybrid_parallel.checkpoint.dcp_storage import write_tensors
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 from zoo_tests.harness.ranks import distributed, under_load
-from zoo_tests.hybrid_parallel.checkpoint.state.test_atomic_save import names
+from zoo_tests.hybrid_parallel.checkpoint.test_atomic_save import names
 
-PUBLISH = "plugins.hybrid_parallel.checkpoint.state.atomic_save.PendingSave.publish"
+PUBLISH = "plugins.hybrid_parallel.checkpoint.atomic_save.PendingSave.publish"
 
 
 @pytest.mark.slow
@@ -162,8 +162,8 @@ _SCRIPT = """
 import sys, tempfile, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from plugins.hybrid_parallel.checkpoint.state import dcp_storage
-from plugins.hybrid_parallel.checkpoint.state.atomic_save import PendingSave
+from plugins.hybrid_parallel.checkpoint import dcp_storage
+from plugins.hybrid_parallel.checkpoint.atomic_save import PendingSave
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 training, publish = MarkedTraining(), PendingSave.publish
@@ -181,7 +181,7 @@ def test_a_save_in_flight_is_finished_at_the_end_of_the_interpreter(end: str, tm
     """Also where the training ends by an exception."""
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "state"), end]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=under_load(120), cwd=Path(__file__).parents[4]
+        command, capture_output=True, text=True, timeout=under_load(120), cwd=Path(__file__).parents[3]
     )
     assert (done.returncode, "training failed" in done.stderr) == ((1, True) if end == "error" else (0, False))
     _load_seven(tmp_path)

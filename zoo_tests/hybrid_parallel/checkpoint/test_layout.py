@@ -1,7 +1,7 @@
 """What `save_model` writes, family by family, against what transformers' own `save_pretrained` writes.
 
 What breaks here first: a family whose names in files differ from those in memory, and a tensor that one layout forgets.
-Look in `model_files/save.py` of `plugins/hybrid_parallel/checkpoint`.
+Look in `save.py` of `plugins/hybrid_parallel/checkpoint`.
 """
 
 from __future__ import annotations

@@ -22,16 +22,14 @@ from torch import Tensor
 from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.model_files.formats import to_files
-from plugins.hybrid_parallel.checkpoint.model_files.peft import (
+from plugins.hybrid_parallel.checkpoint.global_tensor import GlobalTensor, local_tensors, piece_of
+from plugins.hybrid_parallel.checkpoint.peft import (
     MergedAdapters,
     adapter_items,
     has_adapters,
     refuse_bare_adapters,
 )
-from plugins.hybrid_parallel.checkpoint.model_files.save import Item, cut_by_size, items_of
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import GlobalTensor, local_tensors
-from plugins.hybrid_parallel.checkpoint.state.model_state import piece_of
+from plugins.hybrid_parallel.checkpoint.save import Item, cut_by_size, items_of, to_files
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
 from shardformer.distributed.process_groups import all_gather_json

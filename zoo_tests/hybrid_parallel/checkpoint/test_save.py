@@ -1,7 +1,7 @@
 """Models as Hugging Face directories: what one layout saves, plain transformers and every other layout open.
 
 What breaks here first: tied weights, padded vocabularies and the index of several files. Look in
-`model_files/save.py` and `model_files/load.py` of `plugins/hybrid_parallel/checkpoint`.
+`save.py` and `load.py` of `plugins/hybrid_parallel/checkpoint`.
 """
 
 from __future__ import annotations

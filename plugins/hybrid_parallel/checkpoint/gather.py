@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.state.global_tensor import local_tensors
+from plugins.hybrid_parallel.checkpoint.global_tensor import local_tensors
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.guards import WholeState
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters

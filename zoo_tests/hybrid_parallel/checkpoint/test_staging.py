@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plugins.hybrid_parallel.checkpoint.state.async_save import Staging, blocks_of_powers
+from plugins.hybrid_parallel.checkpoint.atomic_save import Staging, blocks_of_powers
 
 MIB = 2**20
 

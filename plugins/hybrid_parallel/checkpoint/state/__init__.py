@@ -1,1 +1,0 @@
-"""Training states: chunks of whole-model tensors, which any layout can read."""
