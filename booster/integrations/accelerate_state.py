@@ -305,7 +305,7 @@ class ReplicaValues:
             return self.replicas.gather_objects(input_data)[:rows]
 
         def gathered(tensor: Tensor) -> Tensor:
-            found = self.replicas.gather(tensor)
+            found = self._gather_rows(tensor)
             return found[:rows] if found.dim() else found
 
         if isinstance(input_data, Mapping) and any(isinstance(value, list) for value in input_data.values()):
@@ -315,6 +315,9 @@ class ReplicaValues:
                 joined[name] = self.gather_for_metrics(value, True) if name in lists else map_tensors(gathered, value)
             return joined
         return map_tensors(gathered, input_data)
+
+    def _gather_rows(self, tensor: Tensor) -> Tensor:
+        return self.replicas.gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return tensors combined over replicas: "sum", "mean", "max" or "none"; `scale` is for TPUs, as accelerate's.

@@ -49,6 +49,7 @@ class LossInProgress:
         is_weighted: whether its mean over replicas is the loss of all of them.
         read_processes: whether `accelerator.num_processes` was read, as by code for several processes.
         nothing: a zero that depends on the model's latest outputs, where this replica has no samples; else None.
+        answers: rows of each sample in what is gathered, in blocks: the first answers to all samples, then the second.
     """
 
     rows: int | None
@@ -57,6 +58,7 @@ class LossInProgress:
     is_weighted: bool = False
     read_processes: bool = False
     nothing: Tensor | None = None
+    answers: int = 1
 
 
 class Samples(list):
@@ -152,6 +154,13 @@ class TrainerAccelerator(Accelerator):
         if progress.rows is None or not values.is_floating_point():
             return values
         return ReplicaMeans.of(values, self.replicas.gather(torch.tensor(progress.rows, device=values.device)))
+
+    def _gather_rows(self, tensor: Tensor) -> Tensor:
+        """Return rows of all replicas in the order of one process, block by block where samples have several rows."""
+        gather, progress = super()._gather_rows, self.loss_in_progress
+        if progress is None or tensor.dim() == 0 or len(tensor) != progress.answers * (progress.rows or 0):
+            return gather(tensor)
+        return torch.cat([gather(block) for block in tensor.chunk(progress.answers)])
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> PreparedLoader:
         """Return a loader of this replica's share; samples of like lengths meet in batches of all replicas."""

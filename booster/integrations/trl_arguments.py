@@ -13,15 +13,12 @@ from booster.plugin import Plugin
 from shardformer.attention import log_once
 
 _OLDEST = "1.16"
-_PAIRED = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")
+_PAIRED = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")  # with one replica alone
 _TRAINERS = (
     *("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "GMPOTrainer"),
     *("GKDTrainer", *_PAIRED, "OnlineDPOTrainer", "SDPOTrainer", "SDFTTrainer", "A2POTrainer", "IWOPDTrainer"),
     "GOLDTrainer",
 )
-# What keeps them from replicas.
-_OF_ONE_REPLICA = dict.fromkeys(_PAIRED, "adds means over the tokens and over the pairs of a batch")
-_OF_ONE_REPLICA["OnlineDPOTrainer"] = "takes means over the completions of a batch"
 _OF_TOKENS = ("bnpo", "dapo")  # losses of SDPO that are means over the tokens of a replica
 SERVED = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")
 # Losses of DPO that are no mean over pairs.
@@ -73,10 +70,10 @@ def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
         ConfigurationError: the option, the reason, and what to use.
     """
     kind = type(args).__name__
-    if names[0] in _OF_ONE_REPLICA and plugin.dp_size > 1:
+    if names[0] in _PAIRED and plugin.dp_size > 1:
         raise ConfigurationError(
-            f"{names[0]} {_OF_ONE_REPLICA[names[0]]}, which dp_size={plugin.dp_size} shares out; use dp_size=1, as "
-            "with tp_size or pp_size for all ranks"
+            f"{names[0]} adds means over the tokens and over the pairs of a batch, which dp_size={plugin.dp_size} "
+            "shares out; use dp_size=1, as with tp_size or pp_size for all ranks"
         )
     if getattr(args, "activation_offloading", False):
         raise ConfigurationError(

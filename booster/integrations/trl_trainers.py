@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.integrations.fused_head import AdapterReference
+from booster.integrations.trainer_accelerator import LossInProgress
 from booster.integrations.trainer_arguments import check_arguments, check_job
 from booster.integrations.trl_arguments import (
     SERVED,
@@ -32,6 +33,7 @@ from booster.integrations.trl_server import served_generation
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 
+_ENDED = "val/contain_eos_token"  # the metric of OnlineDPO that TRL does not gather
 _COUNTED = {"input_ids": "ids", "attention_mask": "mask"}  # entries of a batch -> ends of TRL's names
 
 
@@ -126,7 +128,7 @@ class BoostedTRLTrainer:
         tokens = found[3] if isinstance(found[1], Tensor) else sum(map(len, found[1]))
         for count in counts:
             count(tokens)
-        return found
+        return self._as_wide_on_all_replicas(*found) if self._is_online_dpo else found
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return what a step trains on, which meters count; the loader has prompts alone."""
@@ -216,6 +218,31 @@ class BoostedTRLTrainer:
         compares = _names_in_trl(type(self))[0] in (*SERVED, "SDPOTrainer")
         if min(counts) == 0 or (compares and len(set(counts)) > 1):
             raise _unlike_shares(self, counts)
+
+    # ----- OnlineDPO, which has its loss and its metrics in `training_step` -----
+
+    @property
+    def _is_online_dpo(self) -> bool:
+        return _names_in_trl(type(self))[0] == "OnlineDPOTrainer"
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Train on a batch; a loss that the trainer computes here is that of all replicas, and so are its metrics."""
+        if not self._is_online_dpo or self.plugin.dp_size == 1:
+            return super().training_step(model, inputs, *args, **kwargs)
+        rows = len(inputs["prompt"])
+        self._check_shares(rows)
+        self.accelerator.losses_by_rows = True
+        with self.accelerator.computing_loss(LossInProgress(rows, answers=2)):
+            loss = super().training_step(model, inputs, *args, **kwargs)
+        self._share_metrics({_ENDED: self.stats[_ENDED]}, rows)
+        return self._weighted(loss, rows)
+
+    def _as_wide_on_all_replicas(self, *found: Any) -> tuple[Any, ...]:
+        """Pad prompts in front and answers behind as one process does: OnlineDPO's metrics count padding too."""
+        pad, index = self.accelerator.pad_across_processes, self._tokenizer.pad_token_id
+        fills = ((index, True), (0, True), (index, False), (0, False))
+        tensors = (pad(each, 1, fill, first) for each, (fill, first) in zip(found, fills, strict=False))
+        return (*tensors, *found[len(fills) :])
 
     # ----- processes are replicas -----
 

@@ -132,13 +132,6 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
         "GRPOConfig(num_generations=2) does not divide the 3 completions of a generation: per_device_train_batch_size="
         "3, times steps_per_generation=1, times 1 replicas; use a divisor, or a larger batch",
     ),
-    "means over completions": (
-        Job("online_dpo"),
-        {},
-        {},
-        "OnlineDPOTrainer takes means over the completions of a batch, which dp_size=2 shares out; use dp_size=1, as "
-        "with tp_size or pp_size for all ranks",
-    ),
     "means over tokens and completions": (
         Job("sdpo"),
         {"distillation_weight": 0.5, "loss_type": "bnpo"},

@@ -158,6 +158,7 @@ def test_trl_generates_by_what_we_replace() -> None:
     from trl import GRPOTrainer
     from trl.experimental.a2po import A2POTrainer
     from trl.experimental.iw_opd import IWOPDTrainer
+    from trl.experimental.online_dpo import OnlineDPOTrainer
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -169,6 +170,9 @@ def test_trl_generates_by_what_we_replace() -> None:
     assert "vllm_client.get_server_info()" in source and source.count("self._standalone_tools") == 2
     assert "self.rollout_func(prompts, self)" in source and "apply_coef = self.entropy_coef\n" in source
     assert inspect.getsource(A2POTrainer).count("self._estimate_optimal_values()") == 2
+    source = inspect.getsource(OnlineDPOTrainer)
+    assert source.count("self.accelerator.backward(loss, **kwargs)") == 1
+    assert "return prompt_ids, prompt_mask, completion_ids, completion_mask, vision_generation_kwargs" in source
     for each, metric in ((A2POTrainer, "implicit_reward"), (IWOPDTrainer, "iw_opd/mean_weight")):
         assert f'self._metrics[mode]["{metric}"].append(' in inspect.getsource(each)
 
