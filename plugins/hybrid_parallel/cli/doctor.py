@@ -17,6 +17,7 @@ from booster.launch import launch_from_torch, place_from_environment
 from plugins.hybrid_parallel.cli.arguments import add_sizes, count, refuse_bad_places
 from plugins.hybrid_parallel.config.parallel import ParallelOptions
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, devices_for, run_on_local_ranks
+from plugins.hybrid_parallel.distributed.mesh import AXES, build_mesh
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.planner.link_benchmark import LinkMeasurement
@@ -135,7 +136,6 @@ def measure_mesh(parallel: ParallelOptions) -> dict[str, LinkMeasurement]:
     """
     import torch.distributed as dist
 
-    from plugins.hybrid_parallel.distributed.mesh import AXES, build_mesh
     from plugins.hybrid_parallel.planner.link_benchmark import measure_axis
 
     mesh = build_mesh(*parallel.mesh_shape(dist.get_world_size()))

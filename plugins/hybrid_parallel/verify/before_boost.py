@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,7 @@ import shardformer
 from booster.errors import ConfigurationError
 from booster.plugin import TrainingObjects
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.verify.layout_check import (
-    CheckedModel,
-    LayoutReport,
-    NotCheckedError,
-    check_layout,
-    checked_layouts,
-)
+from plugins.hybrid_parallel.verify.layouts import LayoutReport, NotCheckedError, checked_layouts
 from shardformer.distributed.process_groups import broadcast_json
 
 _LONGEST_READ_S = 10  # of a batch
@@ -67,6 +62,9 @@ def _report(objects: TrainingObjects, options: dict[str, Any], world_size: int) 
         if file is not None:
             with suppress(OSError, ValueError, TypeError):
                 return LayoutReport(**json.loads(file.read_text(encoding="utf-8")))
+        # Imported here: most answers are kept.
+        from plugins.hybrid_parallel.verify.layout_check import CheckedModel, check_layout
+
         subject = CheckedModel(objects.model, objects.criterion, partial(_first_samples, objects.dataloaders))
         report = check_layout(subject, options, world_size)
         if file is not None:
@@ -107,7 +105,7 @@ def _cache_file(model: nn.Module, options: Mapping[str, Any], world_size: int) -
     known = (
         [type(model).__module__, type(model).__qualname__, config.to_dict()]
         + [[name, list(param.shape)] for name, param in model.named_parameters()]
-        + sorted({_forward_of(type(module)) for module in model.modules()})
+        + sorted(map(_forward_of, {type(module) for module in model.modules()}))
         + [list(checked_layouts(options, world_size)), torch.__version__, transformers.__version__, _sources()]
         + [[file, os.stat(file).st_mtime_ns] for file in files]
     )
@@ -134,8 +132,9 @@ def _forward_of(kind: type[nn.Module]) -> str:
 @cache
 def _sources() -> int:
     """Return the time of the last change of this library."""
-    kinds = ("*.py", "*.json")
-    return max(file.stat().st_mtime_ns for package in _PACKAGES for kind in kinds for file in package.rglob(kind))
+    walks = chain.from_iterable(map(os.walk, _PACKAGES))
+    paths = (f"{folder}/{file}" for folder, _, files in walks for file in files if file.endswith((".py", ".json")))
+    return max(os.stat(path).st_mtime_ns for path in paths)
 
 
 def _write(file: Path, report: LayoutReport) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import math
 import re
 import sys
 import time
@@ -28,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +43,7 @@ from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
 from plugins.hybrid_parallel.setup.input_checks import has_batch_norms
 from plugins.hybrid_parallel.verify.compare import Difference, Tolerance, compare
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
+from plugins.hybrid_parallel.verify.layouts import LayoutReport, NotCheckedError, checked_layouts
 from plugins.hybrid_parallel.verify.module_outputs import OperatorLog, OutputLog
 from plugins.hybrid_parallel.verify.random_batch import batch_for, cast, distance_from_wave, takes_labels
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config, without_dropout
@@ -59,48 +59,14 @@ from plugins.hybrid_parallel.verify.train import (
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.peft import model_inside
 
-_MOST_RANKS = 8  # of a layout that is checked as it is
-_LONGEST_AXIS = 16
-_EXPERTS = 4  # of a small copy
 _MOST_PARAMETERS = 6_000_000  # of a copy, of which each rank gets a part
 _LEAST_ROWS = 7  # samples, which differ in length and padding
-_MAX_NORM = 0.05  # of gradients that are clipped, for which those of a small copy are large enough
 _LONGEST_S = 6  # of the processor, for the steps of all ranks together
 _LONGEST_CHECK_S = 10  # after which no further layout is tried
 _LENGTH = 300
 # Wider than those of `booster verify`: sums of activations that are computed in fp32 or bf16 (Apertus) end in rounding.
 _TOLERANCES = {"fp64": Tolerance(1e-5, 1e-4, 1e-4), "fp32": Tolerance(3e-4, 3e-3, 1e-3)}
 _NO_CONFIG = "its class does not make it of a configuration"
-# Options that decide what is computed where. The others are about devices, files, memory and time.
-_KEPT = (
-    ("tp_size", "pp_size", "cp_size", "ep_size", "enable_sequence_parallelism", "sequence_parallelism_mode")
-    + ("zero_stage", "pp_style", "num_model_chunks", "custom_policy", "tp_info", "sharding_dim")
-    + ("make_vocab_size_divisible_by", "expert_capacity_factor", "contrastive", "num_microbatches")
-    + ("max_norm", "enable_fused_normalization", "enable_jit_fused", "enable_all_optimization")
-)
-
-
-@dataclass
-class LayoutReport:
-    """What a check has shown.
-
-    Attributes:
-        proved: layouts under which a step has the loss and the gradients of plain training.
-        findings: one sentence for each layout under which it has not.
-        not_checked: one sentence for each layout that could not be tried, and why.
-    """
-
-    proved: list[str] = field(default_factory=list)
-    findings: list[str] = field(default_factory=list)
-    not_checked: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """Return the report as lines of text."""
-        return [f"{each}, exact on a small copy" for each in self.proved] + self.findings + self.not_checked
-
-
-class NotCheckedError(Exception):
-    """Says why a model cannot be checked."""
 
 
 @dataclass(frozen=True)
@@ -211,44 +177,6 @@ def _check(subject: CheckedModel, options: Mapping[str, Any], world_size: int) -
         else:
             report.findings.append(f"{name}: {found}; {_way_out(small)}")
     return report
-
-
-def checked_layouts(options: Mapping[str, Any], world_size: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the layouts that stand for one of any size: options, and number of ranks.
-
-    A layout of up to 8 ranks stands for itself, and has at most two replicas. Of a larger one all axes together are
-    tried with two ranks each, and each axis alone with all of its ranks, up to 16.
-    """
-    parallel = HybridParallelConfig.from_options(**options).parallel
-    kept = {name: options[name] for name in _KEPT if name in options}
-    if (kept.get("num_microbatches") or 1) > 1:
-        kept["num_microbatches"] = None  # one for each stage
-    if kept.get("max_norm"):
-        kept["max_norm"] = _MAX_NORM
-    sizes = {axis: getattr(parallel, f"{axis}_size") for axis in ("tp", "pp", "cp", "ep")}
-    sizes["ep"] = math.gcd(sizes["ep"], _EXPERTS) if sizes["ep"] > _EXPERTS else sizes["ep"]
-    replicas = parallel.data_parallel_size(world_size)
-
-    def layout(chosen: Mapping[str, int], replicas: int) -> tuple[dict[str, Any], int]:
-        # Experts are shared by replicas and by ranks that share sequences.
-        dp_size = max(replicas, -(-chosen["ep"] // chosen["cp"]))
-        dp_size += -(dp_size * chosen["cp"]) % chosen["ep"]
-        made = kept | {f"{axis}_size": size for axis, size in chosen.items()} | {"dp_size": dp_size}
-        made["nonfinite"] = "ignore"  # values are compared
-        if chosen["tp"] * chosen["cp"] == 1:
-            made["enable_sequence_parallelism"] = False
-        if made.get("enable_sequence_parallelism") is False:
-            made.pop("sequence_parallelism_mode", None)
-        return made, dp_size * chosen["tp"] * chosen["pp"] * chosen["cp"]
-
-    exact = layout(sizes, min(replicas, 2))
-    if exact[1] <= _MOST_RANKS:
-        yield exact
-        return
-    yield layout({axis: min(size, 2) for axis, size in sizes.items()}, 1)
-    for axis in ("tp", "cp", "ep", "pp"):  # stages take longest
-        if (size := sizes[axis]) > 2:
-            yield layout(dict.fromkeys(sizes, 1) | {axis: min(size, _LONGEST_AXIS)}, 1)
 
 
 def _difference(subject: CheckedModel, options: dict[str, Any], world_size: int) -> str | None:

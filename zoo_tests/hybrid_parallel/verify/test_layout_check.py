@@ -33,8 +33,9 @@ from booster import Booster, ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
 from plugins.hybrid_parallel.setup import input_checks
-from plugins.hybrid_parallel.verify import before_boost
-from plugins.hybrid_parallel.verify.layout_check import CheckedModel, LayoutReport, check_layout, checked_layouts
+from plugins.hybrid_parallel.verify import before_boost, layout_check
+from plugins.hybrid_parallel.verify.layout_check import CheckedModel, check_layout
+from plugins.hybrid_parallel.verify.layouts import LayoutReport, checked_layouts
 from zoo_tests.campaigns.census.classes import HeadClass
 from zoo_tests.campaigns.census.trained import twin_of
 from zoo_tests.campaigns.checked import cases, verdict
@@ -347,7 +348,7 @@ def test_boost_refuses_on_all_ranks_before_anything_is_changed(tmp_path: str) ->
 def test_an_answer_is_kept_until_a_source_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked: list[int] = []
-    monkeypatch.setattr(before_boost, "check_layout", lambda *_: asked.append(1) or LayoutReport(findings=["wrong"]))
+    monkeypatch.setattr(layout_check, "check_layout", lambda *_: asked.append(1) or LayoutReport(findings=["wrong"]))
     for changed in (0, 0, 1):
         monkeypatch.setattr(before_boost, "_sources", lambda changed=changed: changed)
         objects = SimpleNamespace(model=llama(), criterion=None, dataloaders=[])
