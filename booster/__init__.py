@@ -1,5 +1,6 @@
 """Booster: hybrid-parallel training of Hugging Face models behind one call."""
 
+from booster import plugin
 from booster.booster import Booster
 from booster.errors import ConfigurationError, VerificationError
 from booster.extensions import auto_accelerate, verify, warn_of_hidden_plugins
@@ -12,6 +13,7 @@ from booster.wrappers import ModelWrapper, OptimizerWrapper
 from shardformer.lazy import LazyInitContext, record_module_init
 
 __version__ = "0.1.0"
+__getattr__ = plugin.__getattr__  # says where plugins are
 warn_of_hidden_plugins()
 lower_missing_kernel()
 

@@ -28,6 +28,12 @@ _INSTEAD = {
     **dict.fromkeys(("save", "save_state"), "booster.save_model(model, directory) or booster.save_checkpoint(…)"),
     **dict.fromkeys(("load", "load_state"), "booster.load_model(model, directory) or booster.load_checkpoint(…)"),
     **dict.fromkeys(("step", "zero_grad"), "the optimizer's, optimizer.step() and optimizer.zero_grad()"),
+    **dict.fromkeys(("clip_grad_norm", "clip_grad_norm_"), "model.clip_grad_norm_(1.0), or max_norm=1.0 of the plugin"),
+    **dict.fromkeys(("is_main_process", "print"), "if torch.distributed.get_rank() == 0:"),
+    **dict.fromkeys(("unwrap", "unwrap_model"), "model.unwrap()"),
+    **dict.fromkeys(("barrier", "wait_for_everyone"), "torch.distributed.barrier()"),
+    **dict.fromkeys(("gather", "gather_for_metrics"), "Accelerator(plugin=…) of booster.integrations.accelerate"),
+    "accumulate": "with booster.no_sync(model, optimizer):, or num_microbatches of the plugin",
 }
 _KEYWORDS = ("model", "optimizer", "criterion", "dataloader", "lr_scheduler")
 _OF_STEP = ("data_iter", "model", "criterion", "optimizer", "return_loss", "return_outputs")
@@ -50,6 +56,8 @@ class Booster:
     @partial(checks_arguments, example="Booster(plugin=HybridParallelPlugin(tp_size=2))")
     def __init__(self, plugin: Plugin | str) -> None:
         self.plugin = load_plugin(plugin) if isinstance(plugin, str) else plugin
+        if isinstance(plugin, type):
+            raise ConfigurationError(f"plugin={plugin.__name__} is a class; write Booster(plugin={plugin.__name__}())")
         self._criterion: Callable[[Any, Any], Any] | None = None
 
     @failure.guard("booster.boost")
@@ -152,6 +160,7 @@ class Booster:
         instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise AttributeError(f"Booster has no {name}{instead}", name=name, obj=self)
 
+    @checks_arguments
     def meter(self, model: nn.Module, total_steps: int | None = None, **options: Any) -> Meter:
         """Return a meter of loss, speed, utilization, memory and time left; see `Meter` for its options."""
         return Meter(self.plugin, model, total_steps, **options)
@@ -420,6 +429,8 @@ def _kind(value: Any, call: str) -> str:
     # A loss module (nn.CrossEntropyLoss) has no parameters: it is a criterion, not a model.
     if isinstance(value, nn.Module) and any(True for _ in value.parameters()):
         return "model"
+    if isinstance(value, type):
+        raise ConfigurationError(f"{call}() got the class {value.__name__}; make an object of it: {value.__name__}(…)")
     if callable(value):
         return "criterion"
     raise ConfigurationError(

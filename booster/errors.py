@@ -35,15 +35,15 @@ def check_names(
 
 
 def checks_arguments(method: Callable[..., Any], example: str | None = None) -> Callable[..., Any]:
-    """Answer wrong arguments of a public method with an example of its call, or with its signature (a decorator).
+    """Answer wrong arguments of a public call with an example of its call, or with its signature (a decorator).
 
     The method then raises a `ConfigurationError` where Python raises a `TypeError`, before any other rank waits.
     """
     signature = inspect.signature(method)
-    _, *parameters = signature.parameters.values()
+    parameters = [each for each in signature.parameters.values() if each.name != "self"]
     arguments = inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters])
     owner, _, name = method.__qualname__.rpartition(".")
-    call = owner if name == "__init__" else f"{owner.lower()}.{name}"
+    call = owner if name == "__init__" else f"{owner.lower() or 'booster'}.{name}"
     example = example or f"{call}{arguments}"
 
     @functools.wraps(method)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from booster import failure
 from booster.elastic.job_environment import VARIABLE as ELASTIC
 from booster.elastic.job_environment import ElasticPlace, agree_on_round
-from booster.errors import ConfigurationError
+from booster.errors import ConfigurationError, checks_arguments
 from booster.logging import get_logger
 from booster.network import address_towards, interface_of, is_loopback, name_is_usable
 from shardformer.distributed.collectives import world_timeout
@@ -129,6 +129,7 @@ class RankInfo:
     local_rank: int
 
 
+@checks_arguments
 def launch_from_torch(
     seed: int | None = 42,
     backend: str | None = None,

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,12 @@ from booster.checkpoint import SavedCheckpoint
 from booster.errors import ConfigurationError
 
 ENTRY_POINT_GROUP = "booster.plugins"
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name.endswith("Plugin"):
+        raise ImportError(f"{name} is not here; write from plugins.hybrid_parallel import HybridParallelPlugin")
+    raise AttributeError(f"module 'booster.plugin' has no attribute '{name}'")
 
 
 @dataclass
@@ -43,9 +49,13 @@ class PipelineResult:
     loss: Tensor | None = None
     outputs: Any = None
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str | int) -> Any:
         """Return the attribute `name`, as of transformers' outputs."""
-        return getattr(self, name)
+        return getattr(self, str(name))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        has_run = ", and the backward pass has run: call optimizer.step()" if name == "backward" else ""
+        raise AttributeError(f"what execute_pipeline returns has .loss and .outputs, no {name}{has_run}")
 
 
 class Plugin(ABC):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from booster import Booster, ConfigurationError
+from booster import Booster, ConfigurationError, launch_from_torch
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.harness.case import Recipe
 from zoo_tests.harness.ranks import run_on_ranks
@@ -47,9 +47,14 @@ MISTAKES = [
     ("tp2", "all = booster.boost([model, optimizer])", "give a module, optimizers, learning-rate schedulers"),
     ("tp2", "all = booster.boost(model, train_dataloader=loader)", "use model, optimizer, criterion, dataloader"),
     ("dp2", "model = booster.boost(DistributedDataParallel(model))", "leave that out"),
+    ("tp2", "both = booster.boost(model, SGD)", "make an object of it: SGD(…)"),
     ("dp2", "… booster.boost(model, optimizer)", "boost a model once"),
     # ----- the layout -----
     ("tp2", "Booster(tp_size=2)", "write Booster(plugin=HybridParallelPlugin(tp_size=2))"),
+    ("tp2", "Booster(plugin=HybridParallelPlugin)", "write Booster(plugin=HybridParallelPlugin())"),
+    ("tp2", "from booster.plugin import HybridParallelPlugin", "write from plugins.hybrid_parallel import"),
+    ("tp2", "from booster import HybridParallelPlugin", "write from plugins.hybrid_parallel import"),
+    ("tp2", "launch_from_torch(config={})", "write booster.launch_from_torch(seed=42"),
     ("tp2", "HybridParallelPlugin(2)", "write HybridParallelPlugin(tp_size=2, pp_size=2)"),
     ("tp2", "HybridParallelPlugin(tp_size=3)", "`booster run --nproc-per-node 3 script.py`"),
     ("tp2", "HybridParallelPlugin(tensor_parallel_size=2)", "use tp_size=2"),
@@ -59,6 +64,20 @@ MISTAKES = [
     ("dp2", "… booster.execute_pipeline(loader, model, optimizer=optimizer)", "give it iter(dataloader)"),
     ("tp2", "… booster.execute_pipeline(model, batch, optimizer=optimizer)", "execute_pipeline(data_iter, model, …)"),
     ("tp2", "… booster.execute_pipeline(batch, model, lambda o, _: o.loss, optimizer)", "leave the criterion out"),
+    ("tp2", "… booster.execute_pipeline(batch, model, optimizer)", "(data_iter, model, optimizer=optimizer)"),
+    (
+        "tp2",
+        "… booster.execute_pipeline(batch, model, lambda o: o.loss, optimizer)",
+        "called as criterion(outputs, batch)",
+    ),
+    (
+        "dp2",
+        "… booster.execute_pipeline(batch, model, torch.nn.CrossEntropyLoss(), optimizer)",
+        "lambda outputs, batch",
+    ),
+    ("tp2", "… booster.execute_pipeline(batch, model, optimizer=optimizer)[0]", "has .loss and .outputs"),
+    ("tp2", "… loss, _ = booster.execute_pipeline(batch, model, optimizer=optimizer)", "has .loss and .outputs"),
+    ("pp2", "… booster.execute_pipeline(batch, model, optimizer=optimizer).backward()", "call optimizer.step()"),
     ("pp2", "… del batch['labels']; booster.execute_pipeline(batch, model, None, optimizer)", "pass a criterion"),
     ("tp2", "… model(**batch).loss.backward()", "call booster.backward(loss, optimizer)"),
     ("pp2", "… model(**batch).loss.backward()", "call booster.backward(loss, optimizer)"),
@@ -76,6 +95,13 @@ MISTAKES = [
         "on pipeline stage {other}; read it there, or before boost",
     ),
     ("dp2", "… model.resize_token_embeddings(100)", "call it before boost()"),
+    ("dp2", "… booster.clip_grad_norm_(model.parameters(), 1.0)", "use model.clip_grad_norm_(1.0)"),
+    ("dp2", "… booster.unwrap_model(model)", "use model.unwrap()"),
+    ("dp2", "… booster.wait_for_everyone()", "use torch.distributed.barrier()"),
+    ("dp2", "… booster.print('x') if booster.is_main_process else None", "if torch.distributed.get_rank() == 0"),
+    ("dp2", "… booster.gather_for_metrics(batch)", "use Accelerator(plugin=…) of booster.integrations.accelerate"),
+    ("dp2", "… booster.accumulate(model)", "use with booster.no_sync(model, optimizer)"),
+    ("dp2", "… booster.meter(model, log_every=4)", "write booster.meter(model, total_steps=1000, every=10)"),
     ("dp2", "… booster.save(model, 'x')", "booster.save_model(model, directory)"),
     ("tp2", "… torch.save(model, BytesIO())", "use booster.save_model(model, directory)"),
     ("dp2", "… booster.save_model('x', model)", "booster.save_model(model, directory)"),
@@ -110,12 +136,12 @@ def _answers(mistakes: list[tuple[str, str, str]]) -> list[str]:
             "BytesIO": BytesIO,
             "SGD": torch.optim.SGD,
             "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
-            **{each.__name__: each for each in (Booster, HybridParallelPlugin, DataLoader)},
+            **{each.__name__: each for each in (Booster, HybridParallelPlugin, DataLoader, launch_from_torch)},
         }
         try:
             exec(compile(lines.replace("… ", BOOST), "train.py", "exec"), names)
             answers.append("nothing")
-        except (ConfigurationError, AttributeError, RuntimeError, StopIteration) as error:
+        except (ConfigurationError, AttributeError, ImportError, RuntimeError, StopIteration) as error:
             answers.append(str(error))
     return answers
 
