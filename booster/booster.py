@@ -32,8 +32,6 @@ _INSTEAD = {
     **dict.fromkeys(("is_main_process", "print"), "if torch.distributed.get_rank() == 0:"),
     **dict.fromkeys(("unwrap", "unwrap_model"), "model.unwrap()"),
     **dict.fromkeys(("barrier", "wait_for_everyone"), "torch.distributed.barrier()"),
-    **dict.fromkeys(("gather", "gather_for_metrics"), "Accelerator(plugin=…) of booster.integrations.accelerate"),
-    "accumulate": "with booster.no_sync(model, optimizer):, or num_microbatches of the plugin",
 }
 _KEYWORDS = ("model", "optimizer", "criterion", "dataloader", "lr_scheduler")
 _OF_STEP = ("data_iter", "model", "criterion", "optimizer", "return_loss", "return_outputs")
@@ -56,8 +54,6 @@ class Booster:
     @partial(checks_arguments, example="Booster(plugin=HybridParallelPlugin(tp_size=2))")
     def __init__(self, plugin: Plugin | str) -> None:
         self.plugin = load_plugin(plugin) if isinstance(plugin, str) else plugin
-        if isinstance(plugin, type):
-            raise ConfigurationError(f"plugin={plugin.__name__} is a class; write Booster(plugin={plugin.__name__}())")
         self._criterion: Callable[[Any, Any], Any] | None = None
 
     @failure.guard("booster.boost")
@@ -160,7 +156,6 @@ class Booster:
         instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise AttributeError(f"Booster has no {name}{instead}", name=name, obj=self)
 
-    @checks_arguments
     def meter(self, model: nn.Module, total_steps: int | None = None, **options: Any) -> Meter:
         """Return a meter of loss, speed, utilization, memory and time left; see `Meter` for its options."""
         return Meter(self.plugin, model, total_steps, **options)

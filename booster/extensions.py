@@ -35,9 +35,6 @@ def load_extension(group: str, name: str | None = None, wanted: str | None = Non
     return found.load()
 
 
-ENTRY_POINT_GROUP = "booster.extensions"
-
-
 def auto_accelerate(model: Any, *args: Any, **options: Any) -> tuple[bool, Any, Any]:
     """Boost a model with a strategy, or find the fastest layout that fits; see the plugin's documentation.
 
@@ -47,7 +44,7 @@ def auto_accelerate(model: Any, *args: Any, **options: Any) -> tuple[bool, Any, 
     Raises:
         ConfigurationError: no installed plugin registers it, or the plugin raised it.
     """
-    return load_extension(ENTRY_POINT_GROUP)(model, *args, **options)
+    return load_extension("booster.extensions")(model, *args, **options)
 
 
 def verify(
@@ -86,7 +83,6 @@ def verify(
 
 
 _logger = get_logger(__name__)
-_NAMES = ("booster", "plugins", "shardformer")
 _PLACE = Path(__file__).resolve().parents[1]
 
 
@@ -102,7 +98,7 @@ def warn_of_hidden_plugins() -> None:
 
 def hidden_beside(script: Path) -> str | None:
     """Return one sentence about a module next to `script` that shadows one of ours; None if there is none."""
-    for name in _NAMES:
+    for name in ("booster", "plugins", "shardformer"):
         for module in (script.parent / name / "__init__.py", script.parent / f"{name}.py"):
             if module.is_file() and module.resolve().parents[1] != _PLACE:
                 return describe_shadow(module)

@@ -107,14 +107,11 @@ _MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MACHINE_NUMBERS = ("GROUP_RANK", "NODE_RANK")  # torchrun's, and Ray's
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # set by torchrun
-_DEBUG = "BOOSTER_DEBUG"
 _START = Path(__file__).resolve().parents[1] / "hybrid_booster" / "site"
 _LAYOUT, _TAKEOVER = "BOOSTER_LAYOUT", "booster.takeover"  # which reads it, if it was started
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 PROFILE_STEPS, PROFILE_FOLDER = "BOOSTER_PROFILE_STEPS", "BOOSTER_PROFILE_FOLDER"  # set by `booster run --profile`
-_VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
-_CPU_BACKEND = "gloo"
 _TIMEOUT_S = 1800.0
 _HEARTBEAT_S = 60.0
 _HOW_TO_START = "start the script with `booster run --nproc-per-node N` or torchrun"
@@ -189,10 +186,7 @@ def launch(
         host: host name or address of rank 0.
         port: port of rank 0.
         local_rank: rank within this machine, which selects the GPU (default: `rank` modulo the number of GPUs).
-        seed: see `launch_from_torch`.
-        backend: see `launch_from_torch`.
-        timeout_s: see `launch_from_torch`.
-        heartbeat_s: see `launch_from_torch`.
+        seed, backend, timeout_s, heartbeat_s: see `launch_from_torch`.
 
     Raises:
         ConfigurationError: `rank` is not in [0, world_size), or its GPU does not exist.
@@ -206,7 +200,7 @@ def launch(
 
 def debug_is_asked() -> bool:
     """Return whether `BOOSTER_DEBUG=1` is set, which turns on debug mode without a change of the script."""
-    return os.environ.get(_DEBUG, "0") not in ("", "0")
+    return os.environ.get("BOOSTER_DEBUG", "0") not in ("", "0")
 
 
 def elastic_place() -> ElasticPlace | None:
@@ -275,7 +269,7 @@ def _checked(place: RankInfo) -> RankInfo:
 
 
 def _join(place: RankInfo, rendezvous_url: str, backend: str | None, timeout_s: float, heartbeat_s: float) -> None:
-    backend = backend or (_GPU_BACKEND if torch.cuda.is_available() else _CPU_BACKEND)
+    backend = backend or (_GPU_BACKEND if torch.cuda.is_available() else "gloo")
     if "nccl" in backend:
         _choose_gpu(place.local_rank)
     timeout = timedelta(seconds=timeout_s)
@@ -381,7 +375,7 @@ def _choose_gpu(local_rank: int) -> None:
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         raise ConfigurationError("backend='nccl' needs a GPU for each rank, and torch finds none; use backend='gloo'")
-    if num_gpus == 1 and any(os.environ.get(name) for name in _VISIBLE_GPUS):
+    if num_gpus == 1 and any(os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")):
         local_rank = 0  # each process sees only its own; `boost` refuses two ranks on one
     if not 0 <= local_rank < num_gpus:
         raise ConfigurationError(
@@ -409,10 +403,9 @@ def command_of_this_job(*more: str) -> str:
     Args:
         more: options to add; one that the script was given already is replaced.
     """
-    given = list(sys.argv)
     names = {option for option in more if option.startswith("--")}
     kept, skips = [], False
-    for word in given:
+    for word in sys.argv:
         if word.startswith("--"):
             skips = word.partition("=")[0] in names
         if not skips:

@@ -6,14 +6,12 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from booster.errors import checks_arguments
 from booster.logging import get_logger
 from booster.plugin import Plugin
 from shardformer.distributed.process_groups import world_group
@@ -52,7 +50,6 @@ class Meter:
         bar: whether rank 0 shows a progress bar, or log lines if tqdm is not installed.
     """
 
-    @partial(checks_arguments, example="booster.meter(model, total_steps=1000, every=10)")
     def __init__(
         self,
         plugin: Plugin,

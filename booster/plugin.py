@@ -54,8 +54,8 @@ class PipelineResult:
         return getattr(self, str(name))
 
     def __getattr__(self, name: str) -> NoReturn:
-        has_run = ", and the backward pass has run: call optimizer.step()" if name == "backward" else ""
-        raise AttributeError(f"what execute_pipeline returns has .loss and .outputs, no {name}{has_run}")
+        has = "has .loss and .outputs; with an optimizer the backward pass has run: call optimizer.step()"
+        raise AttributeError(f"what execute_pipeline returns has no {name}; it {has}")
 
 
 class Plugin(ABC):

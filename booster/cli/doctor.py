@@ -17,7 +17,6 @@ from booster.cli.command_parser import CommandParser, prints_json, write_json
 from booster.cli.front import version_of
 from booster.launch import place_from_environment
 
-ENTRY_POINT_GROUP = "booster.checks"
 _REQUIRED = ("torch", "transformers", "accelerate", "safetensors")
 _MIB = 2**20
 
@@ -70,7 +69,7 @@ def parser() -> CommandParser:
 
 
 def _checks() -> list[Any]:
-    return [entry.load() for entry in entry_points(group=ENTRY_POINT_GROUP)]
+    return [entry.load() for entry in entry_points(group="booster.checks")]
 
 
 def _print(sections: list[Section]) -> None:

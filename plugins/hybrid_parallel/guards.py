@@ -6,7 +6,6 @@ Other engines probe an object for attributes of their own before they wrap it. T
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, Mapping
@@ -411,28 +410,6 @@ def check_boosted_optimizer(optimizer: Any) -> None:
         raise ConfigurationError(
             f"the optimizer is a plain {type(optimizer).__name__}; pass the one that boost() returned for one that "
             "was made before: model, optimizer, … = booster.boost(model, optimizer, …)"
-        )
-
-
-def check_criterion(criterion: Any) -> None:
-    """Refuse what cannot be called with outputs and batch."""
-    kind = type(criterion).__name__
-    if isinstance(criterion, Optimizer):
-        raise ConfigurationError(
-            f"a {kind} stands where the criterion belongs; write booster.execute_pipeline(data_iter, model, "
-            "optimizer=optimizer)"
-        )
-    fits = not str(getattr(criterion, "__module__", "")).startswith("torch.nn.")  # those take logits and labels
-    try:
-        inspect.signature(criterion).bind(None, None)
-    except TypeError:
-        fits = False
-    except ValueError:  # a builtin has no signature
-        pass
-    if not fits:
-        raise ConfigurationError(
-            f"a criterion is called as criterion(outputs, batch), and {getattr(criterion, '__name__', kind)} takes "
-            "others; write lambda outputs, batch: criterion(outputs.logits, batch['labels'])"
         )
 
 

@@ -213,14 +213,6 @@ class Predictor:
         """
         return self._memories(self._place(layout))
 
-    def stage_costs(self, layout: Layout) -> Sequence[StageCost]:
-        """Return the cost of one micro-batch on each stage.
-
-        Raises:
-            ConfigurationError: see `memories`.
-        """
-        return self._place(layout).costs
-
     def _place(self, layout: Layout) -> _Placed:
         schedule, stages = layout.config.schedule, self.model.stages(layout.num_stages)
         ranks = [schedule.stages_of(rank, layout.pp_size, layout.num_chunks) for rank in range(layout.pp_size)]

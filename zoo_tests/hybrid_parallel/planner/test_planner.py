@@ -119,7 +119,7 @@ def test_simulated_bubbles_equal_the_closed_formulas(p: int) -> None:
 def test_long_pipelines_go_on_as_they_began(style: str, chunks: int, m: int) -> None:
     predictor = _predictor()
     layout = Layout(1, 1, 4, pp_style=style, num_chunks=chunks, num_microbatches=m)
-    schedule, costs = SCHEDULES[style], predictor.stage_costs(layout)
+    schedule, costs = SCHEDULES[style], predictor._place(layout).costs
     tables = [schedule.actions(rank, 4, m, chunks) for rank in range(4)]
     link = PRESETS["A100"].inside
     send = link.latency + max(cost.output for cost in costs) / link.bandwidth
