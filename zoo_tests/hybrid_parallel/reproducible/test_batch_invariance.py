@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.reproducible import batch_invariance
+from plugins.hybrid_parallel.reproducible.batch_invariance import _SAME, _attention, _linear
 from zoo_tests.harness.ranks import run_on_ranks
 
 PROMPT, ANSWER, TEMPERATURE = 7, 10, 0.7
@@ -110,6 +113,32 @@ def test_the_ratio_of_a_first_update_is_one(family: str, dtype: torch.dtype, sam
     for new, packed, later, ratio in run_on_ranks(_RANKS[trainer], trained, family, dtype, _LAYOUTS[trainer], samples):
         assert torch.equal(new, samples["log_probs"][[2, 0, 3]]) and torch.equal(packed, samples["log_probs"])
         assert (ratio == 1).all() and not torch.equal(later, new)
+
+
+@pytest.mark.parametrize("dtype", [_FP32, _BF16], ids=str)
+def test_one_call_has_the_bits_of_tiles(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of other lengths, packed or padded in front; each operation runs once, or else once for each tile."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, 4, 70, 24, generator=draw).to(dtype) for _ in range(3))
+    place = torch.arange(70)
+    document = torch.stack([place // 70, place // 41, (place < 30).long()])  # [rows, keys]
+    mask = (document[:, None, :, None] == document[:, None, None]) & (place[:, None] >= place)
+    weight, calls = torch.randn(33, 24, generator=draw).to(dtype), []
+
+    def found() -> list[Tensor]:
+        return [_attention(F.scaled_dot_product_attention, query, key, value, mask), _linear(F.linear, key, weight)]
+
+    def tiled(name: str, whole: Any, by_tiles: Any, x: Tensor, other: Tensor) -> Tensor:
+        calls.append(name)
+        return by_tiles(x, other)
+
+    whole = found()
+    monkeypatch.setattr(batch_invariance, "_in_one_call", tiled)
+    assert all(map(torch.equal, whole, found()))
+    # Groups of 70 (3 tiles), of 41 and 40 (2), of 29 and 30 (1): those of as many tiles are one product.
+    assert calls == [*["scores", "values"] * 3, "linear"]
+    monkeypatch.undo()
+    assert all(_SAME[key] for key in _SAME if key[0] in ("scores", "values")), "kernels of this CPU add up alike"
 
 
 def refused() -> None:
