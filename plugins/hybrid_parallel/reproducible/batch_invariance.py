@@ -248,7 +248,7 @@ def _of_groups(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tenso
     weights = _elementwise(torch.exp, scores - scores.amax(-1, keepdim=True))
     weights = weights.unflatten(-1, (-1, TILE)).transpose(2, 3).contiguous()  # [groups, heads, tiles, queries, TILE]
     total = _in_one_call("values", torch.matmul, _values_by_tiles, weights, value.unflatten(2, (-1, TILE)))
-    while total.shape[2] > 1:  # a tree by position, to which tiles of keys that nobody sees add nothing
+    while total.shape[2] > 1:  # a tree by position, to which tiles of keys that no query sees add nothing
         count = total.shape[2] // 2 * 2
         total = torch.cat([total[:, :, 0:count:2] + total[:, :, 1:count:2], total[:, :, count:]], 2)
     return total[:, :, 0, :, :-1] / total[:, :, 0, :, -1:]
