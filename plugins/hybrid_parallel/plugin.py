@@ -21,12 +21,12 @@ from booster.errors import ConfigurationError, checks_arguments
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.config.json_layout import is_planned, options_at
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.data.loading import Loading, check_batch_size
+from plugins.hybrid_parallel.data.checks import check_batch_size
+from plugins.hybrid_parallel.data.loading import Loading
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
-from plugins.hybrid_parallel.debug.consistency import check_options
 from plugins.hybrid_parallel.distributed.agreement import naming_ranks
-from plugins.hybrid_parallel.distributed.device_mapping import in_blocks, ranks_of
-from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh, in_blocks, ranks_of
+from plugins.hybrid_parallel.features.diagnostics import check_options
 from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
 from plugins.hybrid_parallel.guards import check_boosted, check_boosted_optimizer
 from plugins.hybrid_parallel.loss.backward_checks import refuse_backward

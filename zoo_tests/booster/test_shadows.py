@@ -29,7 +29,7 @@ print("trained beside", ANSWER)
 _ON_RANKS = """
 import hybrid_booster
 from plugins.hybrid_parallel.cli.doctor import measure_mesh
-from plugins.hybrid_parallel.config.parallel import ParallelOptions
+from plugins.hybrid_parallel.config.groups import ParallelOptions
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 
 print(len(run_on_local_ranks(measure_mesh, 2, ParallelOptions(), timeout_s=60.0)), "ranks")

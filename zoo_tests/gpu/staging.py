@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from plugins.hybrid_parallel.distributed import device_mapping
+from plugins.hybrid_parallel.distributed import mesh
 from zoo_tests.harness.c10d_operations import PLACES
 
 _AS_BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)  # what gloo has no type for
@@ -75,7 +75,7 @@ def shared_gpu() -> Iterator[None]:
         with (
             mock.patch.object(c10d, "batch_isend_irecv", _one_by_one),
             mock.patch.object(dist, "batch_isend_irecv", _one_by_one),
-            mock.patch.object(device_mapping, "check_own_device"),  # which refuses what this is for
+            mock.patch.object(mesh, "check_own_device"),  # which refuses what this is for
         ):
             yield
     finally:

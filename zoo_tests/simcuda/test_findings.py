@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS
+from plugins.hybrid_parallel.data.checks import FIRST_STEPS
 from plugins.hybrid_parallel.planner import calibrate
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.harness.world import join_world

@@ -17,13 +17,12 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from plugins.hybrid_parallel.boosted.model_api import ModelApi, WholeModel, method_as_declared
 from plugins.hybrid_parallel.boosted.pretrained import write_whole
-from plugins.hybrid_parallel.config.parallel import PipelineOptions
-from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, check_batch
-from plugins.hybrid_parallel.data.entry_dtypes import cast_inputs, has_floats
-from plugins.hybrid_parallel.data.microbatch import to_device
-from plugins.hybrid_parallel.debug.consistency import SynchronyCheck
-from plugins.hybrid_parallel.debug.nonfinite import StepTrace
+from plugins.hybrid_parallel.config.groups import PipelineOptions
+from plugins.hybrid_parallel.data.checks import FIRST_STEPS, check_batch
+from plugins.hybrid_parallel.data.microbatch import cast_inputs, has_floats, to_device
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
+from plugins.hybrid_parallel.features.diagnostics import SynchronyCheck
+from plugins.hybrid_parallel.features.nonfinite import StepTrace
 from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ScoresAsked, TokenLogProbs, next_tokens

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import signature
-from plugins.hybrid_parallel.distributed.checksum import checksum, checksum_of
+from plugins.hybrid_parallel.distributed.agreement import checksum, checksum_of
 from plugins.hybrid_parallel.pipeline.p2p import Channel
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.step.user_loop import agree

@@ -19,7 +19,7 @@ import torch
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint.tensor_file import LENGTH_BYTES, for_each, naming, read_header
-from plugins.hybrid_parallel.distributed.checksum import checksum_in_file
+from plugins.hybrid_parallel.distributed.agreement import checksum_in_file
 
 FORMAT, VERSION = "hybrid-booster checkpoint", 1
 _CHECKSUM = b', "crc32": '

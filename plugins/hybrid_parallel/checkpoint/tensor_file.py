@@ -24,7 +24,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from plugins.hybrid_parallel.distributed.checksum import CHUNK, add_to_checksum, host_chunks, read_at
+from plugins.hybrid_parallel.distributed.agreement import CHUNK, add_to_checksum, host_chunks, read_at
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -97,7 +97,7 @@ class TensorFileWriter:
             tensor: tensor with the announced dtype and shape, on any device.
 
         Returns:
-            `plugins.hybrid_parallel.distributed.checksum.checksum` of the tensor.
+            `plugins.hybrid_parallel.distributed.agreement.checksum` of the tensor.
 
         Raises:
             OSError: the disk is full or has failed.

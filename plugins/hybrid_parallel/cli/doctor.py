@@ -15,7 +15,7 @@ from booster.cli.doctor import Section
 from booster.errors import ConfigurationError
 from booster.launch import launch_from_torch, place_from_environment
 from plugins.hybrid_parallel.cli.arguments import add_sizes, count, refuse_bad_places
-from plugins.hybrid_parallel.config.parallel import ParallelOptions
+from plugins.hybrid_parallel.config.groups import ParallelOptions
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, devices_for, run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import AXES, build_mesh
 

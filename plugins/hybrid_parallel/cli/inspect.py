@@ -20,7 +20,7 @@ from plugins.hybrid_parallel.cli.arguments import (
     refuse_unused,
     refuse_without_pipeline,
 )
-from plugins.hybrid_parallel.config.compute import PRECISIONS
+from plugins.hybrid_parallel.config.groups import PRECISIONS
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.inspect.schedule_report import to_json, to_text, write_trace
 from plugins.hybrid_parallel.inspect.shard_report import shards_as_json

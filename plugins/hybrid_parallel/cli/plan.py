@@ -18,9 +18,8 @@ from torch import nn
 from booster.cli.command_parser import CommandParser, prints_json, write_json
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.cli.arguments import adapter_config, count, model_builder, model_of, refuse_bad_places
-from plugins.hybrid_parallel.config.compute import PRECISIONS
+from plugins.hybrid_parallel.config.groups import CPU, PRECISIONS
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.config.zero import CPU
 from plugins.hybrid_parallel.planner import goodput
 from plugins.hybrid_parallel.planner.device import PRESETS, Device, Link, preset
 from plugins.hybrid_parallel.planner.goodput import FailureAssumptions

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from booster.errors import ConfigurationError, check_names
+from plugins.hybrid_parallel.config.groups import DEVICE_MAPPING
 from plugins.hybrid_parallel.config.option_group import COUNT, OptionGroup, one_of, option, unknown_key, what_to_write
 from plugins.hybrid_parallel.config.options import OPTIONS
-from plugins.hybrid_parallel.config.parallel import DEVICE_MAPPING
 from shardformer.utils.typed_json import read_json_object
 
 # Options that the description sets, so they must not be given in addition to it.

@@ -9,7 +9,15 @@ from typing import Any
 
 from booster.errors import ConfigurationError, check_names
 from booster.logging import get_logger
-from plugins.hybrid_parallel.config.compute import KernelOptions, PrecisionOptions
+from plugins.hybrid_parallel.config.groups import (
+    KernelOptions,
+    OffloadOptions,
+    ParallelOptions,
+    PipelineOptions,
+    PolicyOptions,
+    PrecisionOptions,
+    ZeroOptions,
+)
 from plugins.hybrid_parallel.config.option_group import (
     COUNT,
     SWITCH,
@@ -21,8 +29,6 @@ from plugins.hybrid_parallel.config.option_group import (
     positive,
     what_to_write,
 )
-from plugins.hybrid_parallel.config.parallel import ParallelOptions, PipelineOptions, PolicyOptions
-from plugins.hybrid_parallel.config.zero import OffloadOptions, ZeroOptions
 from plugins.hybrid_parallel.pipeline.schedule import Schedule
 
 

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from booster.data import PackingCollator
-from booster.errors import ConfigurationError
 from booster.logging import get_logger
-from plugins.hybrid_parallel.data.batch_check import ReplicaCheck
+from plugins.hybrid_parallel.data.checks import ReplicaCheck
 from plugins.hybrid_parallel.data.random_stream import LoadingStream, OrderStream
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from shardformer.distributed.process_groups import broadcast_json
@@ -20,17 +18,6 @@ if TYPE_CHECKING:
     from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
 
 _log = get_logger(__name__)
-
-
-def check_batch_size(dataloader: DataLoader, least: int) -> None:
-    """Refuse a loader whose batches have fewer samples than a pipeline has micro-batches."""
-    if isinstance(dataloader.collate_fn, PackingCollator):  # micro-batches are parts of a row
-        return
-    if dataloader.batch_size is not None and dataloader.batch_size < least:
-        raise ConfigurationError(
-            f"batch_size={dataloader.batch_size} has fewer samples than num_microbatches={least}; "
-            f"use batch_size={least} or more, or num_microbatches={dataloader.batch_size}"
-        )
 
 
 class Loading:

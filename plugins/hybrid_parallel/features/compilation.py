@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config.compute import KernelOptions
+from plugins.hybrid_parallel.config.groups import KernelOptions
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature
 from shardformer.attention.registry import trace_lookups

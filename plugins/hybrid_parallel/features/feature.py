@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from booster.launch import debug_is_asked, elastic_place
 from booster.plugin import CheckpointIO
+from plugins.hybrid_parallel.config.groups import OffloadOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.config.zero import OffloadOptions
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import Storage

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.entry_dtypes import has_floats
-from plugins.hybrid_parallel.data.microbatch import nothing_of
+from plugins.hybrid_parallel.data.microbatch import has_floats, nothing_of
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.step_loss import Microbatches, ModelStepLoss, StepLoss
 from shardformer.distributed.collectives import gather_rows

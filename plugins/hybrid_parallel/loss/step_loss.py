@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from booster.data.rows import rows_of, unknown_rows
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, has_floats
+from plugins.hybrid_parallel.data.microbatch import LossesPromote, has_floats
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import count_factor, exact_sum, per_copy, share_of_mean, share_of_sum
 from plugins.hybrid_parallel.loss.router_balance import RouterBalance

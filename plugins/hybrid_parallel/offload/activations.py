@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config.zero import directory_of
+from plugins.hybrid_parallel.config.groups import directory_of
 from plugins.hybrid_parallel.offload.stores import Copy, FileCopy, FileStore, Store
 from shardformer.utils.untraced import in_backward
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.config.groups import directory_of
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.config.zero import directory_of
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.distributed.device_mapping import current_device
 from plugins.hybrid_parallel.distributed.local_ranks import devices_for, run_on_local_ranks
+from plugins.hybrid_parallel.distributed.mesh import current_device
 from plugins.hybrid_parallel.planner.device import Device, Link
 from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts, measure_parts
 from plugins.hybrid_parallel.planner.link_benchmark import measure_axis

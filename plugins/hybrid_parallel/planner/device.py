@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config.zero import CPU
+from plugins.hybrid_parallel.config.groups import CPU
 
 
 @dataclass(frozen=True)

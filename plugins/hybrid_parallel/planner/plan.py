@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.config.zero import CPU
+from plugins.hybrid_parallel.config.groups import CPU
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import control_group
 from plugins.hybrid_parallel.planner.calibrate import Calibration, calibrate

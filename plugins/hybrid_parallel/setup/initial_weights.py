@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
-from plugins.hybrid_parallel.config.compute import PrecisionOptions
+from plugins.hybrid_parallel.config.groups import PrecisionOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.distributed.checksum import checksum
+from plugins.hybrid_parallel.distributed.agreement import checksum
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis
 from plugins.hybrid_parallel.setup.input_checks import as_configuration_error
 from plugins.hybrid_parallel.zero.bucket_layout import Source, take_source, without_values

@@ -11,10 +11,10 @@ from torch import nn
 
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.debug.nonfinite import refuse_or_skip
 from plugins.hybrid_parallel.distributed.agreement import checked_collectives
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis, shard_groups, stage_group
 from plugins.hybrid_parallel.features.feature import Feature, Parts, features_of
+from plugins.hybrid_parallel.features.nonfinite import refuse_or_skip
 from plugins.hybrid_parallel.setup.initial_weights import shards_by_axis
 from plugins.hybrid_parallel.setup.input_checks import check_options_against_model
 from plugins.hybrid_parallel.setup.model import BuiltModel, build_model

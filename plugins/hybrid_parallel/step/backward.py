@@ -11,7 +11,7 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS, ReplicaCheck, check_kind, check_loss
+from plugins.hybrid_parallel.data.checks import FIRST_STEPS, ReplicaCheck, check_kind, check_loss
 from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import mean_over_replicas, share_of_counted

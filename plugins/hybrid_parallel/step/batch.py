@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from booster.data.rows import unknown_rows
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.batch_check import FIRST_STEPS
+from plugins.hybrid_parallel.data.checks import FIRST_STEPS
 from plugins.hybrid_parallel.data.media import check_parts
 from plugins.hybrid_parallel.data.microbatch import (
     MANY,

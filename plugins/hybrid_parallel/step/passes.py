@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from booster import failure
-from plugins.hybrid_parallel.data.batch_check import naming_entry
+from plugins.hybrid_parallel.data.checks import naming_entry
 from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts
 from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP

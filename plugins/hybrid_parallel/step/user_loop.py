@@ -22,9 +22,8 @@ from torch import Tensor
 from booster import failure
 from booster.data.rows import rows_of_call
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.batch_check import check_batch_of_replica
-from plugins.hybrid_parallel.data.entry_dtypes import LossesPromote, has_floats
-from plugins.hybrid_parallel.data.microbatch import nothing_of, without_rows
+from plugins.hybrid_parallel.data.checks import check_batch_of_replica
+from plugins.hybrid_parallel.data.microbatch import LossesPromote, has_floats, nothing_of, without_rows
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas, exact_sum
 from plugins.hybrid_parallel.loss.backward_checks import refuse_without_optimizer

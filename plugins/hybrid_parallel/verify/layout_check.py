@@ -1,7 +1,7 @@
 """The layout check: a small copy of the user's model is trained for a step, whole and under the layout, and compared.
 
 `boost` runs it before it changes anything, on rank 0 and without other ranks: the ranks of the copy are threads
-(`distributed/thread_ranks.py`). The copy has the class and the configuration of the model, every switch, list and ratio
+(`distributed/local_ranks.py`). The copy has the class and the configuration of the model, every switch, list and ratio
 of it, with sizes, thresholds and indexes brought inside a few layers, and noise on norms and biases; its loss and the
 gradient of every parameter are compared in fp64. If they differ, the first module and the first line of its code that
 differ are looked for.
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from booster.logging import quiet
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
+from plugins.hybrid_parallel.distributed.local_ranks import run_on_threads
 from plugins.hybrid_parallel.setup.input_checks import has_batch_norms
 from plugins.hybrid_parallel.verify.compare import Difference, Tolerance, compare
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of

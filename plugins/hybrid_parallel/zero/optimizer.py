@@ -30,7 +30,7 @@ from plugins.hybrid_parallel.zero.step import Stepper
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter, WholeParameters, full_gradients
 
 if TYPE_CHECKING:
-    from plugins.hybrid_parallel.debug.nonfinite import StepTrace
+    from plugins.hybrid_parallel.features.nonfinite import StepTrace
     from plugins.hybrid_parallel.zero.average import ShardedEMA
 
 

@@ -32,7 +32,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_PACKED}[tp2]",),
     ),
     "positions of borders do not restart": Edit(
-        "plugins.hybrid_parallel.data.document_borders",
+        "plugins.hybrid_parallel.boosted.forward_options",
         "(torch.arange(rows * length) - firsts.repeat_interleave(lengths))",
         "torch.arange(rows * length)",
         (f"{_PACKED}[dp2]",),

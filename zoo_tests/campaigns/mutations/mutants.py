@@ -35,8 +35,8 @@ _KERNELS = f"{_FLASH}-enable_fused_normalization=True-enable_jit_fused=True"
 FEATURES = "zoo_tests/parity/test_features.py::test_options_together"
 PRECISION = "zoo_tests/parity/test_precision.py::test_16_bit"
 DROPOUT = "zoo_tests/parity/test_dropout.py"
-NONFINITE = "zoo_tests/hybrid_parallel/debug/test_nonfinite.py"
-SYNCHRONY = "zoo_tests/hybrid_parallel/debug/test_consistency.py"
+NONFINITE = "zoo_tests/hybrid_parallel/features/test_nonfinite.py"
+SYNCHRONY = "zoo_tests/hybrid_parallel/features/test_consistency.py"
 SCHEDULES = "zoo_tests/parity/test_schedules.py::test_trains_like_plain_training"
 LOOPS = "zoo_tests/parity/test_loops.py"
 
@@ -152,14 +152,14 @@ def _bad_copies_do_not_count() -> None:
 
 
 def _copies_are_not_compared() -> None:
-    from plugins.hybrid_parallel.debug import consistency as synchrony
+    from plugins.hybrid_parallel.features import diagnostics as synchrony
 
     differences = synchrony._differences
     synchrony._differences = lambda scope: iter(()) if scope.words == "tensor-parallel" else differences(scope)
 
 
 def _batches_by_names_alone() -> None:
-    from plugins.hybrid_parallel.data import batch_check as batches
+    from plugins.hybrid_parallel.data import checks as batches
 
     batches.checksum = lambda tensor: 0
 

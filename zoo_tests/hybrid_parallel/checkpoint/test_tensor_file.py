@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plugins.hybrid_parallel.checkpoint.tensor_file import DTYPE_NAMES, TensorFileWriter, sync_directory
-from plugins.hybrid_parallel.distributed.checksum import checksum
+from plugins.hybrid_parallel.distributed.agreement import checksum
 
 _EXAMPLES = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True

@@ -8,7 +8,7 @@ import pytest
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
-from plugins.hybrid_parallel.distributed.device_mapping import MappedDevice, in_blocks
+from plugins.hybrid_parallel.distributed.mesh import MappedDevice, in_blocks
 
 # The example of the description that this form follows: eight stages on cards of five numbers each.
 EXAMPLE = {

@@ -87,7 +87,7 @@ def test_first_batches_are_compared_over_replicas() -> None:
         seen: list[logging.LogRecord] = []
         handler = logging.Handler()
         handler.emit = seen.append
-        logger = logging.getLogger("plugins.hybrid_parallel.data.batch_check")
+        logger = logging.getLogger("plugins.hybrid_parallel.data.checks")
         logger.addHandler(handler)
         for batch in loader:
             _step(booster, batch, model, optimizer, ordinary)

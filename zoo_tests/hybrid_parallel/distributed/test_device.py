@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.distributed import device_mapping
-from plugins.hybrid_parallel.distributed.device_mapping import check_own_device, claim_device
+from plugins.hybrid_parallel.distributed import mesh
+from plugins.hybrid_parallel.distributed.mesh import check_own_device, claim_device
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 
 
@@ -38,7 +38,7 @@ def test_the_device_that_the_default_group_is_bound_to(
 ) -> None:
     """`init_process_group(device_id=...)` binds NCCL to it, and leaves torch's current device as it is."""
     shown: list[str] = []
-    monkeypatch.setattr(device_mapping, "all_gather_json", lambda value: shown.append(value) or ["GPU-0", value])
+    monkeypatch.setattr(mesh, "all_gather_json", lambda value: shown.append(value) or ["GPU-0", value])
     dist.group.WORLD.bound_device_id = torch.device("cuda", 3)
     assert claim_device() == torch.device("cuda", 3)
     assert (gpus, shown) == ([torch.device("cuda", 3)], ["GPU-3"])
@@ -47,7 +47,7 @@ def test_the_device_that_the_default_group_is_bound_to(
 def test_ranks_of_a_users_group_that_all_use_the_first_gpu_are_refused(
     gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_mapping, "all_gather_json", lambda value: [value, value])
+    monkeypatch.setattr(mesh, "all_gather_json", lambda value: [value, value])
     with pytest.raises(ConfigurationError, match=r"^ranks 0 and 1 use the same GPU \(GPU-0\), and NCCL needs one for"):
         claim_device()
     assert not gpus

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.hybrid_parallel.distributed import checksum
-from plugins.hybrid_parallel.distributed.checksum import _copied_ahead, host_chunks
+from plugins.hybrid_parallel.distributed import agreement
+from plugins.hybrid_parallel.distributed.agreement import _copied_ahead, host_chunks
 from shardformer.utils.freed_memory import as_bytes
 
 
@@ -29,7 +29,7 @@ def at_the_wait(target: Tensor, source: Tensor) -> Callable[[], None]:
 def test_parts_arrive_in_order(
     length: int, start_copy: Callable[[Tensor, Tensor], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksum, "_PART", 32)
+    monkeypatch.setattr(agreement, "_PART", 32)
     data, allocated = torch.randint(0, 256, (length,), dtype=torch.uint8), []
 
     def allocate(size: int) -> Tensor:

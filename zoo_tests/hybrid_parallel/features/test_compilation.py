@@ -47,7 +47,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.config.compute import KernelOptions
+from plugins.hybrid_parallel.config.groups import KernelOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.features import compilation
 from shardformer.attention.registry import RegisteredName, trace_lookups

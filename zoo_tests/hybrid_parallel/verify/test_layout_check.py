@@ -31,7 +31,7 @@ from transformers.models.mixtral import modeling_mixtral
 
 from booster import Booster, ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.distributed.thread_ranks import run_on_threads
+from plugins.hybrid_parallel.distributed.local_ranks import run_on_threads
 from plugins.hybrid_parallel.setup import input_checks
 from plugins.hybrid_parallel.verify import before_boost, layout_check
 from plugins.hybrid_parallel.verify.layout_check import CheckedModel, check_layout

@@ -1,7 +1,7 @@
 """What keeps documents of a row apart, and what is refused: borders, caches, masks, models that cannot.
 
 What breaks here first: a release of transformers whose models build their masks in another way. Look in
-`shardformer/attention/packed_documents.py` and `plugins/hybrid_parallel/data/document_borders.py`.
+`shardformer/attention/packed_documents.py` and `plugins/hybrid_parallel/boosted/forward_options.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.data.document_borders import with_positions
+from plugins.hybrid_parallel.boosted.forward_options import with_positions
 from shardformer.attention import backend, backends
 from shardformer.attention.packed_documents import flash_arguments, reason_not_kept_apart
 from zoo_tests.harness.documents import language_model, one_by_one, one_row

@@ -1,11 +1,15 @@
-"""Options of the mesh, the model's policy and the pipeline: ranks, their placement, what is sharded, schedules."""
+"""Groups of options: ranks, policy and pipeline, kernels and precision, gradients and optimizer states, offload."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.option_group import (
@@ -14,13 +18,15 @@ from plugins.hybrid_parallel.config.option_group import (
     OptionGroup,
     Rule,
     is_integer,
+    is_number,
     not_negative,
     one_of,
     option,
     positive,
 )
-from plugins.hybrid_parallel.distributed.device_mapping import check_mapping
+from plugins.hybrid_parallel.distributed.mesh import check_mapping
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Schedule
+from shardformer.attention.backends import NAMES
 from shardformer.policies.base import Policy
 from shardformer.policies.user.tp_info import TPInfo
 
@@ -269,3 +275,193 @@ class PipelineOptions(OptionGroup):
             least = schedule.least_chunks
             return [f"pp_style={self.pp_style!r} needs {least} model chunks or more; use num_model_chunks={least}"]
         return []
+
+
+_CHOICES = ("full", "operators", "selective")
+_RECOMPUTED = "is not available; use None, 'full', 'operators', 'selective' or a share of layers such as 0.5"
+_BACKENDS = f"is not an attention backend; use True, False or one of {', '.join(NAMES)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions(OptionGroup):
+    """Optimisations of the sharded model that leave its results as they are.
+
+    Attributes:
+        enable_fused_normalization: use fused kernels for layer and RMS norms.
+        enable_flash_attention: True for the fastest attention kernel that applies, or the name of one.
+        enable_jit_fused: use fused elementwise operators.
+        enable_sequence_overlap: overlap the communication of sequence parallelism with matrix products.
+        enable_all_optimization: enable every optimisation that is available.
+        gradient_checkpointing: "full" recomputes every layer in the backward pass; a fraction in (0, 1] recomputes this
+            share of each stage's layers, counted from its first; "operators" saves the results of each layer's matrix
+            products and attention, and recomputes the rest; "selective" recomputes the attention kernels that store
+            their scores; None keeps all activations.
+        tiled_mlp: compute feed-forwards in tiles of tokens, and recompute each tile in the backward pass.
+        compile_layers: compile each layer with `torch.compile`; off by default, because no GPU has measured it.
+        cuda_graphs: record each compiled layer as a CUDA graph; no GPU has replayed one.
+    """
+
+    enable_fused_normalization: bool = option(False, SWITCH)
+    enable_flash_attention: bool | str = option(
+        False,
+        Rule(
+            (
+                (lambda value: isinstance(value, bool | str), _BACKENDS),
+                (lambda value: isinstance(value, bool) or value in NAMES, _BACKENDS),
+            ),
+            "sdpa",
+        ),
+    )
+    enable_jit_fused: bool = option(False, SWITCH)
+    enable_sequence_overlap: bool = option(False, SWITCH)
+    enable_all_optimization: bool = option(False, SWITCH)
+    gradient_checkpointing: str | float | None = option(
+        None,
+        Rule(
+            (
+                (lambda value: isinstance(value, str) or is_number(value), _RECOMPUTED),
+                (
+                    lambda value: value in ("full", "operators", "selective") or (is_number(value) and 0 < value <= 1),
+                    _RECOMPUTED,
+                ),
+            ),
+            0.5,
+        ),
+    )
+    tiled_mlp: bool = option(False, SWITCH)
+    compile_layers: bool = option(False, SWITCH)
+    cuda_graphs: bool = option(False, SWITCH)
+
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionOptions(OptionGroup):
+    """In which dtypes the model is trained.
+
+    Attributes:
+        precision: dtype of parameters and activations; "fp32" keeps the model's own dtype, "fp8" is "bf16" with the
+            matrix products of the layers in 8 bit.
+        fp8_recipe: what has a scale of its own under "fp8": a matrix ("tensorwise"), a row ("rowwise"), or 32 values of
+            one ("mxfp8").
+        initial_scale: loss scale of the first fp16 step.
+        growth_interval: number of fp16 steps without overflow before the loss scale doubles.
+        master_weights: keep fp32 copies of 16-bit parameters for the optimizer.
+    """
+
+    precision: str = option("fp32", one_of(*PRECISIONS))
+    fp8_recipe: str = option("tensorwise", one_of("tensorwise", "rowwise", "mxfp8"))
+    initial_scale: float = option(2.0**16, positive(2.0**16))
+    growth_interval: int = option(1000, positive(1000))
+    master_weights: bool = option(True, SWITCH)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of parameters in training; None for the model's own."""
+        return _DTYPES.get(self.precision)
+
+
+# Buckets of the default size, in MiB. On a CPU a bucket should stay in the caches. On a GPU each collective has to fill
+# the network; 128 MiB is within what DeepSpeed and Megatron-Core use, and has not been measured here.
+_BUCKETS = {"cpu": 12.0, "cuda": 128.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptions(OptionGroup):
+    """How replicas reduce gradients, clip them, and share optimizer states.
+
+    Attributes:
+        zero_stage: 0 replicates optimizer states on every data-parallel rank, 1 shards them over these ranks. With 2
+            the gradients of every micro-batch are reduced by themselves, and a rank keeps only its shard of their sum.
+            With 3 a rank keeps only its shard of parameters too, and gathers those of a layer while it uses them.
+        zero_size: number of neighbouring replicas that share the states, such as those of a machine; the other replicas
+            repeat them (hybrid sharding). It divides `dp_size * cp_size`; None for all replicas.
+        max_norm: maximum global gradient norm, for clipping; None for no clipping.
+        zero_bucket_size_in_mb: size of the buckets in which gradients are reduced; None for 12 on CPUs, 128 on GPUs.
+        overlap_communication: reduce gradients during the backward pass.
+        overlap_allgather: all-gather updated parameters in the background until the next forward pass needs them.
+    """
+
+    zero_stage: int = option(1, one_of(0, 1, 2, 3))
+    zero_size: int | None = option(None, COUNT)
+    # inf is allowed: it measures the norm and clips nothing.
+    max_norm: float | None = option(
+        None,
+        Rule(
+            (
+                (is_number, "is not a number; use one such as 1.0"),
+                (lambda value: value > 0, "is not positive; use a value above 0"),
+            ),
+            1.0,
+        ),
+    )
+    zero_bucket_size_in_mb: float | None = option(None, positive(12.0))
+    overlap_communication: bool = option(True, SWITCH)
+    overlap_allgather: bool = option(False, SWITCH)
+
+    def conflicts(self) -> list[str]:
+        """Return one sentence for each broken rule between these options."""
+        if self.zero_size is None or self.zero_stage > 0:
+            return []
+        return [f"zero_size={self.zero_size} does not fit zero_stage=0, which shards nothing; use zero_stage=1 or more"]
+
+    def num_shards(self, num_replicas: int) -> int:
+        """Return the number of shards of the optimizer states.
+
+        Args:
+            num_replicas: data-parallel times context-parallel ranks.
+        """
+        if self.zero_stage == 0:
+            return 1
+        if self.zero_size is not None and num_replicas % self.zero_size:
+            sizes = [size for size in range(1, num_replicas + 1) if num_replicas % size == 0]
+            raise ConfigurationError(
+                f"zero_size={self.zero_size} does not divide the {num_replicas} replicas (dp_size*cp_size); use "
+                f"{' or '.join(map(str, sizes))}"
+            )
+        return self.zero_size or num_replicas
+
+    def bucket_bytes(self, device_type: str) -> int:
+        """Return the upper limit of a bucket's gradients in bytes, for ranks on "cpu" or "cuda"."""
+        size = self.zero_bucket_size_in_mb
+        return int((_BUCKETS.get(device_type, _BUCKETS["cpu"]) if size is None else size) * 2**20)
+
+
+CPU = "cpu"
+_PLACE = Rule(
+    (
+        (lambda value: isinstance(value, str | os.PathLike), "is no place; use 'cpu', or a directory"),
+        (lambda value: bool(str(value).strip()), "is no place; use 'cpu', or a directory"),
+    ),
+    CPU,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptions(OptionGroup):
+    """Where states are between their uses: `"cpu"` for the memory of the machine, or a directory.
+
+    In a directory every rank has a file without a name, which is gone with its process. On a CPU `"cpu"` changes
+    nothing.
+
+    Attributes:
+        offload_optimizer: place of optimizer states, master weights and reduced gradients; the step runs there.
+        offload_parameters: place of the shards of parameters; needs `zero_stage=3`.
+        offload_activations: place of what layers save for the backward pass.
+    """
+
+    offload_optimizer: str | Path | None = option(None, _PLACE)
+    offload_parameters: str | Path | None = option(None, _PLACE)
+    offload_activations: str | Path | None = option(None, _PLACE)
+
+    def moves_parameters(self, device_type: str) -> bool:
+        """Return whether shards of parameters are elsewhere than on their device."""
+        place = self.offload_parameters
+        return directory_of(place) is not None or (place is not None and device_type == "cuda")
+
+
+def directory_of(place: str | Path | None) -> Path | None:
+    """Return the directory that an option names; None for the memory of the machine, and for no offload."""
+    return None if place is None or place == CPU else Path(place)

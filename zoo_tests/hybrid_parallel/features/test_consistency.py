@@ -1,6 +1,6 @@
 """Ranks that have come apart: the first thing that differs is named, on all ranks, and a sound job is left alone.
 
-What breaks here first: something that ranks hold differently on purpose. Look in `plugins/hybrid_parallel/debug/`.
+What breaks here first: something that ranks hold differently on purpose. Look in `plugins/hybrid_parallel/features/`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_the_first_difference_is_named(
 
 def _sound(layout: str, options: dict[str, Any]) -> None:
     debugged, plain = Job.start(**LAYOUTS[layout], debug=True, **options), Job.start(**LAYOUTS[layout], **options)
-    with mock.patch("plugins.hybrid_parallel.debug.nonfinite._logger.warning") as warning:
+    with mock.patch("plugins.hybrid_parallel.features.nonfinite._logger.warning") as warning:
         for job in (debugged, plain):
             job.train(range(3))
     warning.assert_not_called()  # placeholders of other stages return nan

@@ -1,7 +1,7 @@
 """nan and inf: every rank decides alike, and the message says where they came from.
 
 What breaks here first: a rank that sees a bad gradient the others do not see. Look in
-`plugins/hybrid_parallel/debug/nonfinite.py` and `zero/optimizer.py`.
+`plugins/hybrid_parallel/features/nonfinite.py` and `zero/optimizer.py`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Diagnostics: where numbers became non-finite, and where ranks diverged."""
