@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from plugins.hybrid_parallel.data import dataloader as sharded_loading
+from plugins.hybrid_parallel.data import checks
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader, shard_dataloader
 from plugins.hybrid_parallel.data.random_stream import OrderStream, generators_of
 
@@ -147,8 +147,8 @@ def test_generators_are_found_wherever_a_collator_holds_them() -> None:
 
 
 def test_looking_at_samples_leaves_the_datasets_generator_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_loading, "all_gather_json", lambda value, group: [value])
+    monkeypatch.setattr(checks, "all_gather_json", lambda value, group: [value])
     dataset = _Noisy()
     before = dataset.generator.get_state()
-    sharded_loading.check_same_data(DataLoader(dataset, batch_size=2), None)
+    checks.check_same_data(DataLoader(dataset, batch_size=2), None)
     assert torch.equal(dataset.generator.get_state(), before)
