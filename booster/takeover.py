@@ -53,8 +53,38 @@ def install() -> None:
     sys.meta_path.insert(0, Takeover(layout))
 
 
-class Takeover(MetaPathFinder):
+class AfterImport(MetaPathFinder):
     """Finds no modules itself, and changes some that others find.
+
+    Args:
+        names: of these modules.
+        act: is given each of them when it has been imported.
+    """
+
+    def __init__(self, names: Sequence[str], act: Callable[[ModuleType], None]) -> None:
+        self.names, self.act = names, act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec that other finders have for a module that is changed; None for others."""
+        if fullname not in self.names:
+            return None
+        finders = (each for each in sys.meta_path if each is not self and hasattr(each, "find_spec"))
+        spec = next(filter(None, (each.find_spec(fullname, path, target) for each in finders)), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                self.act(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+class Takeover(AfterImport):
+    """Takes over what a script imports.
 
     Args:
         layout: a JSON file, or options as text, of the plugin.
@@ -64,6 +94,7 @@ class Takeover(MetaPathFinder):
     """
 
     def __init__(self, layout: str) -> None:
+        super().__init__((*_CLASSES, _STEPS, _LOADERS), self._take)
         self.layout, self.used = layout, ""
         self._is_planned = layout.startswith("auto")
         self._is_paused = self._has_joined = False
@@ -71,24 +102,6 @@ class Takeover(MetaPathFinder):
         self._classes: dict[str, type] = {}
         self._boosted: dict[type, type] = {}
         atexit.register(self._at_exit)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec that other finders have for a module that is taken over; None for others."""
-        if fullname not in (*_CLASSES, _STEPS, _LOADERS):
-            return None
-        finders = (each for each in sys.meta_path if each is not self and hasattr(each, "find_spec"))
-        spec = next(filter(None, (each.find_spec(fullname, path, target) for each in finders)), None)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                self._take(module)
-
-            spec.loader.exec_module = exec_module
-        return spec
 
     def _take(self, module: ModuleType) -> None:
         name = module.__name__

@@ -36,6 +36,7 @@ from booster.integrations.accelerate_options import (
 )
 from booster.integrations.accelerate_state import ReplicaValues, StateFolders
 from booster.integrations.fused_head import FusedHead
+from booster.integrations.metrics import join_metrics
 from booster.integrations.prepared_loader import (
     PreparedLoader,
     PreparedOptimizer,
@@ -76,6 +77,7 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
         check_options(options, getattr(plugin, "precision", "fp32"), on_gpu)
         launch_from_torch(seed=None, **asked_of_launch(options))
         self.replicas = Replicas(plugin)
+        join_metrics(self.replicas)
         self.booster = Booster(plugin=plugin)
         with variables_of_this_rank():
             super().__init__(**options | {"cpu": not on_gpu, "mixed_precision": "no", "dynamo_backend": None})

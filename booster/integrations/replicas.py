@@ -119,13 +119,17 @@ class Replicas:
         """
         if self.size == 1:
             return data
+        apart: list[Tensor] = []
         try:
-            text = json.dumps(to_json(data, "the list")).encode()
+            text = json.dumps(to_json(data, "the list", apart)).encode()
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
-        lengths = self._gather_tensor(torch.tensor(len(text))).tolist()
-        texts = self._gather_tensor(torch.tensor(list(text), dtype=torch.uint8)).split(lengths)
-        return [each for part in texts for each in from_json(json.loads(bytes(part.tolist())))]
+        own = [torch.tensor(list(text), dtype=torch.uint8), *apart]
+        counts = self._gather_tensor(torch.tensor(len(own))).tolist()
+        lengths = self._gather_tensor(torch.tensor([len(each) for each in own])).tolist()
+        parts = iter(self._gather_tensor(torch.cat(own)).split(lengths))
+        of_all = [[next(parts).clone() for _ in range(count)] for count in counts]  # a view starts anywhere
+        return [each for text, *apart in of_all for each in from_json(json.loads(bytes(text.tolist())), apart)]
 
     def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return nested tensors combined over replicas: "sum", "mean" or "max", or as they are: "none".

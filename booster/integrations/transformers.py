@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
+from booster.integrations.metrics import of_all_samples
 from booster.integrations.prepared_loader import skipping
 from booster.integrations.trainer_accelerator import CountedReplicas, TrainerAccelerator
 from booster.integrations.trainer_arguments import check_arguments, check_job, check_model, check_version
@@ -155,6 +156,18 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         for callback in self._meters():
             callback.add_figures(logs)
         super().log(logs, *args, **kwargs)
+
+    # ----- evaluation -----
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as the Trainer class does: its metrics have the predictions of all replicas."""
+        with of_all_samples():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as the Trainer class does: its metrics have the predictions of all replicas."""
+        with of_all_samples():
+            return super().predict(*args, **kwargs)
 
     # ----- batches -----
 

@@ -19,7 +19,7 @@ from booster.errors import ConfigurationError
 from booster.integrations.lightning.checks import check_loss, check_options_of_backward
 from booster.integrations.lightning.inner_model import boosted_in, boosted_inside
 from booster.integrations.lightning.job import JobMethods
-from booster.integrations.lightning.placement import boost_inside, count_replicas
+from booster.integrations.lightning.placement import boost_inside
 from booster.integrations.lightning.precision import autocasts, check_precision
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 
@@ -58,7 +58,6 @@ class FabricMethods(JobMethods, ParallelStrategy):
             _show_instead(given, module)
         if self.booster.plugin.mesh["pp"].size() > 1:
             boosted_inside(module).register_forward_hook(lambda model, args, outputs: _unread(outputs))
-        count_replicas(module, self.shares)
         self._set_up += made
         return module, made, scheduler
 

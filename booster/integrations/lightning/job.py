@@ -22,6 +22,7 @@ from booster.booster import Booster
 from booster.errors import ConfigurationError
 from booster.integrations.lightning.checks import check_devices, check_plugin
 from booster.integrations.lightning.inner_model import ReplicaShares, boosted_in
+from booster.integrations.metrics import join_metrics
 from booster.integrations.replicas import Replicas
 from booster.launch import launch_from_torch, place_from_environment
 from booster.plugin import Plugin
@@ -137,6 +138,7 @@ class JobMethods:
         check_plugin(plugin)
         launch_from_torch(seed=None)
         self.replicas = Replicas(plugin)
+        join_metrics(self.replicas)
         self.booster = Booster(plugin=plugin)
         self.shares = ReplicaShares(self.replicas)
         place = place_from_environment(os.environ)

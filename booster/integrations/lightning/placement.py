@@ -11,7 +11,6 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
@@ -74,10 +73,3 @@ def boost_inside(
     setattr(module, name, boosted)
     connect(module, shares)
     return module, made
-
-
-def count_replicas(module: nn.Module, shares: ReplicaShares) -> None:
-    """Let metrics of torchmetrics gather their states from replicas: the ranks of one replica have the same states."""
-    for each in module.modules():
-        if isinstance(each, Metric) and each.process_group is None:
-            each.process_group = shares.replicas.mesh.get_group()

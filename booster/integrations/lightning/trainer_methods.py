@@ -23,7 +23,7 @@ from booster.integrations.lightning.checks import (
 )
 from booster.integrations.lightning.inner_model import boosted_in, boosted_inside, without_model
 from booster.integrations.lightning.job import JobMethods
-from booster.integrations.lightning.placement import boost_inside, count_replicas
+from booster.integrations.lightning.placement import boost_inside
 
 
 class TrainerMethods(JobMethods, ParallelStrategy):
@@ -67,7 +67,6 @@ class TrainerMethods(JobMethods, ParallelStrategy):
                 f"trainer.fit() got a {type(module).__name__} whose model is boosted already, and a model is boosted "
                 "once, with its optimizers; fit a new one, with ckpt_path= to continue"
             )
-        count_replicas(module, self.shares)
         self.model_to_device()
 
     def setup_optimizers(self, trainer: Any) -> None:

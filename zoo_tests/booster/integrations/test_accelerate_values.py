@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import ProfileKwargs
 from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, Metric, SumMetric
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from booster.errors import ConfigurationError
 from booster.integrations.accelerate import Accelerator
+from booster.integrations.metrics import of_all_samples
 from booster.integrations.trainer_accelerator import Samples, TrainerAccelerator
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.accelerate_loop import bert, collate, fresh_accelerate, samples
@@ -58,6 +60,7 @@ def test_values_of_replicas_are_joined_once_each() -> None:
         assert accelerator.reduce(torch.tensor([mine + 1])).tolist() == [3]
         assert accelerator.reduce(torch.tensor([mine + 1.0]), "mean").tolist() == [1.5]
         assert accelerator.reduce([torch.tensor([mine, -mine])], "max")[0].tolist() == [1, 0]
+        _check_metrics(mine)
         assert accelerator.reduce(torch.tensor(mine), "none") == mine
         with pytest.raises(ConfigurationError, match="reduction='min' is not one of sum, mean, max, none"):
             accelerator.reduce(torch.tensor(1), "min")
@@ -65,6 +68,40 @@ def test_values_of_replicas_are_joined_once_each() -> None:
         gathered = accelerator.gather(outputs)
         assert isinstance(gathered, SequenceClassifierOutput) and gathered.loss.tolist() == [1.0, 2.0]
         assert outputs.loss == 1.0 + mine, "what was given is as it was"
+
+
+class _Listed(Metric):
+    """A metric that keeps what it is given, as those of boxes and of masks do."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_state("values", [], dist_reduce_fx=None)
+
+    def update(self, *values: Any) -> None:
+        self.values += values
+
+    def compute(self) -> list[Any]:
+        return list(self.values)
+
+
+def _check_metrics(mine: int) -> None:
+    """Metrics of torchmetrics have each sample once, where replica 0 has one of them and replica 1 three or none."""
+    rows = [torch.full((2, each), float(each)) for each in ((1,), (2, 3, 4))[mine]]
+    total, joined, kept, masks = SumMetric(), CatMetric(), _Listed(), _Listed()
+    total.update(len(rows)), kept.update(*rows), masks.update(*[(2, bytes([mine]))] * len(rows))
+    if mine == 0:
+        joined.update(torch.arange(300.0))
+    for _ in range(2):  # the states are a replica's own again
+        assert total.compute() == 4 and joined.compute().equal(torch.arange(300.0))
+        assert [each.shape[1] for each in kept.compute()] == [1, 2, 3, 4]
+        assert masks.compute() == [(2, b"\0"), *[(2, b"\1")] * 3]
+        total.update(0), joined.update([]), kept.update(), masks.update()
+    with of_all_samples():
+        total.update(0)
+        assert total.compute() == len(rows)
+    everywhere = SumMetric(process_group=dist.group.WORLD)
+    everywhere.update(1)
+    assert everywhere.compute() == 4
 
 
 def _generate(layout: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ _EXAMPLES = {
     "swag": ("bert", "choices", "", ""),
     "summarization": ("t5", "summaries", f"{_S2S} {_SUMMARY}", f"{_SUMMARY} --max_target_length 8"),
     "translation": ("t5", "translations", f"{_S2S} {_LANGUAGES}", f"{_LANGUAGES} --max_target_length 8"),
-    "clip": ("clip", "captions", "--remove_unused_columns False", None),
+    "clip": ("clip", "captions", "--remove_unused_columns False --adam_epsilon 1e-4", None),
     "image_classification": ("vit", None, f"{_FOLDERS} --remove_unused_columns False", _FOLDERS),
     "mae": ("mae", None, f"{_MASKED} 0 --remove_unused_columns False --base_learning_rate 0.1", None),
     "mim": ("vit", None, f"{_MASKED} 0 {_PATCHES} --remove_unused_columns False", f"{_MASKED} 0.2 {_PATCHES}"),

@@ -46,6 +46,28 @@ class ToTensorV2(Same):
         return {"image": torch.tensor(image / 255.0).permute(2, 0, 1), "mask": torch.tensor(mask)}
 '''
 
+# `torchcodec` needs codecs of the machine; a wave file does not.
+_DECODER = '''"""Sounds of wave files."""
+import io
+import wave
+from types import SimpleNamespace
+
+import torch
+
+class AudioDecoder:
+    def __init__(self, source, **options):
+        self.metadata = SimpleNamespace(path=None)
+        with wave.open(io.BytesIO(source)) as file:
+            self.rate, data = file.getframerate(), bytearray(file.readframes(file.getnframes()))
+        self.samples = torch.frombuffer(data, dtype=torch.int16) / 32768
+
+    def get_all_samples(self):
+        return SimpleNamespace(data=self.samples[None], sample_rate=self.rate)
+
+    def get_samples_played_in_range(self, *times):
+        return self.get_all_samples()
+'''
+
 
 def models_of_sights_and_sounds(size: int) -> dict[str, transformers.PreTrainedModel]:
     """A tiny model of each kind, for so many tokens, by the name of its folder."""
@@ -70,7 +92,7 @@ def models_of_sights_and_sounds(size: int) -> dict[str, transformers.PreTrainedM
     )
     segformer = transformers.SegformerConfig(
         depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 16, 32], num_attention_heads=[1, 2, 2, 4], decoder_hidden_size=16,
-        drop_path_rate=0.0, classifier_dropout_prob=0.0, **NO_DROPOUT,
+        drop_path_rate=0.0, classifier_dropout_prob=0.0, num_labels=3, **NO_DROPOUT,
     )  # fmt: skip
     return {
         "wav2vec2": transformers.Wav2Vec2ForCTC(speech),
@@ -87,6 +109,9 @@ def write_sights_and_sounds(folder: Path) -> None:
     (folder / "albumentations").mkdir()
     (folder / "albumentations" / "__init__.py").write_text(_AUGMENTATIONS)
     (folder / "albumentations" / "pytorch.py").write_text("from albumentations import ToTensorV2")
+    for name, text in (("torchcodec/decoders.py", _DECODER), ("torchcodec-1.0.dist-info/METADATA", "Version: 1.0")):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text(text)
     names, draw = ClassLabel(names=["a", "b", "c"]), torch.Generator().manual_seed(7)
     kinds: dict[str, Callable[[int], dict]] = {
         "sounds": lambda at: {"audio": _sound(900, draw), "label": at % 3, "text": f"word {at}"},
