@@ -36,8 +36,7 @@ from shardformer.transforms.operator_fusion import fuse_norms, fuse_operators
 from shardformer.transforms.packed_masks import can_hide_documents, can_run_by_document, hide_other_documents
 from shardformer.transforms.replicated_layers import KeptLayers, Replacement
 from shardformer.transforms.sequence_regions import divide_layers, leave_between_layers
-from shardformer.utils.customizations import carry_over
-from shardformer.utils.derived_modules import change_module
+from shardformer.utils.derived_modules import carry_over, change_module
 from shardformer.utils.module_paths import alias_groups, has_module, replace_module, retie, told
 
 SharedParameters = list[dict[int, Tensor]]

@@ -159,15 +159,10 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
 
     # ----- evaluation -----
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as the Trainer class does: its metrics have the predictions of all replicas."""
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as the Trainer class does: its metrics have the predictions of all replicas."""
         with of_all_samples():
-            return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict as the Trainer class does: its metrics have the predictions of all replicas."""
-        with of_all_samples():
-            return super().predict(*args, **kwargs)
+            return super().evaluation_loop(*args, **kwargs)
 
     # ----- batches -----
 

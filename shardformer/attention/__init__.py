@@ -2,8 +2,13 @@
 
 from shardformer.attention.backend import log_once
 from shardformer.attention.own_attention import route_own_attention
-from shardformer.attention.registry import call_kernel, recompute_attention, use_sharded_attention, uses_registry
-from shardformer.attention.selection import use_backend
+from shardformer.attention.registry import (
+    call_kernel,
+    recompute_attention,
+    use_backend,
+    use_sharded_attention,
+    uses_registry,
+)
 
 __all__ = [
     "call_kernel",

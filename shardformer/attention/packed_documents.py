@@ -27,8 +27,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shardformer.sequence_parallel.split_gather import first_output
 from shardformer.utils.derived_modules import derive, replace_modules
+from shardformer.utils.module_paths import cache_name
 from shardformer.utils.source import names_read_by, syntax_of
-from shardformer.utils.structure import cache_name
 
 # Kinds of layers, as configurations name them, that mix tokens in attention alone.
 # Indexed attention (DeepSeek-V3.2) selects tokens behind the mask.

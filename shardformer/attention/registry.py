@@ -1,19 +1,10 @@
-"""Sharded entries in transformers' attention and mask registries.
+"""Sharded entries in transformers' attention and mask registries, and what their kernels read of a module.
 
 One function wraps every attention of a sharded model that goes through the registry: it does the sequence exchange of
 `all_to_all`, gives dropout a random stream per rank, and calls the kernel. The mask function is registered under the
-same name, because transformers silently drops the padding mask for a name that has no mask function.
-
-Kernels of transformers that read their own name from the configuration of the attention module.
-
-transformers' flash attention passes `module.config._attn_implementation` on, to find the package that the name stands
-for. In a sharded model that is the name under which this package registered its own function, so such a kernel gets a
-module whose configuration has the kernel's own name.
-
-Attention sinks: a learned score of each head that has no value, so that it only takes weight from the keys.
-
-As in GPT-OSS; after Xiao et al., arXiv 2309.17453. Models pass them to the kernel as `s_aux`, [heads], and eager
-kernels read them as `module.sinks`.
+same name, because transformers silently drops the padding mask for a name that has no mask function. Flash kernels
+find their package by `module.config._attn_implementation`, so they get a module with the kernel's own name there.
+Sinks (arXiv 2309.17453) are learned scores [heads] without a value: an argument `s_aux`, or `module.sinks` if eager.
 """
 
 from __future__ import annotations
@@ -22,14 +13,15 @@ import copy
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.attention.backend import FLASH_2, FLASH_3, log_once
-from shardformer.attention.backends import backend_of, keeps_scores
+from shardformer.attention.backend import FLASH_2, FLASH_3, SDPA, AttentionNeeds, capability_of, log_once
+from shardformer.attention.backends import backend_of, choose_backend, keeps_scores
 from shardformer.distributed.random import in_parallel_region
 from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
 
@@ -325,3 +317,87 @@ def trace_lookups() -> None:
         return find(ALL_ATTENTION_FUNCTIONS, _entry_of(name), default)
 
     ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
+
+
+# Names of the dropout of attention weights and of the size of a head, in configurations and modules of transformers.
+_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout", "dropout_rate")
+_HEAD_DIMS = ("head_dim", "attention_head_size", "qk_head_dim", "v_head_dim")
+
+
+def use_backend(
+    model: nn.Module, request: bool | str, device: torch.device, dtype: torch.dtype, trains: bool = True
+) -> None:
+    """Set the backend of every attention of `model` that goes through transformers' registry; log slow ones.
+
+    Args:
+        request: True for the fastest backend that fits, or the name of one.
+        device, dtype: what the model will run on and in.
+        trains: whether dropout will be active.
+
+    Raises:
+        ValueError: see `choose_backend`.
+    """
+    name, found = type(model).__name__, list(_configured(model))
+    chosen = []
+    for config, modules in found:
+        backend = choose_backend(request, needs_of(model, config, modules, device, dtype, trains))
+        if backend.implementation is None:
+            log_once(name, f"keeps its own attention: {backend.reason}")
+        elif backend.reason:
+            runs = "torch's SDPA" if backend.implementation == SDPA else backend.implementation
+            log_once(name, f"runs {runs}: {backend.reason}")
+        chosen.append(backend.implementation or config._attn_implementation)
+    name_kernels(model, zip([config for config, _ in found], chosen, strict=True))
+    if not found:
+        log_once(name, "keeps its own attention: it is written out in the model's modules")
+
+
+def _configured(model: nn.Module) -> Iterator[tuple[Any, list[nn.Module]]]:
+    """Yield each configuration that names a kernel, with the modules that read it, outer configurations first."""
+    readers: dict[int, tuple[Any, list[nn.Module]]] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) is not None and uses_registry(module):
+            readers.setdefault(id(config), (config, []))[1].append(module)
+    yield from readers.values()
+
+
+def needs_of(
+    model: nn.Module, config: Any, modules: list[nn.Module], device: torch.device, dtype: torch.dtype, trains: bool
+) -> AttentionNeeds:
+    """Return what the attentions that read one configuration need.
+
+    Args:
+        config: the configuration.
+        modules: the modules that read it; those that are models of transformers declare what they support.
+    """
+    routed = all(getattr(module, "attends_by_registry", False) for module in modules)  # what the model says is its own
+    owners = [*([] if routed else [model]), *(module for module in modules if hasattr(module, "_supports_sdpa"))]
+    restricted = [getattr(owner, "_compatible_flash_implementations", None) for owner in owners]
+    return AttentionNeeds(
+        supports_flash=all(getattr(owner, "_supports_flash_attn", False) for owner in owners),
+        supports_sdpa=all(getattr(owner, "_supports_sdpa", False) for owner in owners),
+        flash_kernels=next((tuple(names) for names in restricted if names is not None), None),
+        takes_arguments=any(each.kind is each.VAR_KEYWORD for each in signature(model.forward).parameters.values()),
+        soft_caps=getattr(config, "attn_logit_softcapping", None) is not None,
+        dropout=max((_number(config, name) for name in _DROPOUTS), default=0.0) if trains else 0.0,
+        head_dims=_head_dims(config, modules),
+        device=device.type,
+        capability=capability_of(device),
+        dtype=dtype,
+    )
+
+
+def _head_dims(config: Any, modules: list[nn.Module]) -> tuple[int, ...]:
+    """Return the sizes of heads that the modules name; if they name none, that of the configuration."""
+    named = {int(_number(module, name)) for module in modules for name in _HEAD_DIMS} - {0}
+    if not named:
+        heads = _number(config, "num_attention_heads")
+        size = _number(config, "head_dim") or (_number(config, "hidden_size") // heads if heads else 0)
+        named = {int(size)} - {0}
+    return tuple(sorted(named))
+
+
+def _number(owner: Any, name: str) -> float:
+    value = getattr(owner, name, None)
+    return value if isinstance(value, int | float) else 0

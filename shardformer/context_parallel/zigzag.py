@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from shardformer.attention.packed_documents import may_be_packed, restart_flag
 from shardformer.distributed.collectives import all_gather, local_slice, pad_dim
 from shardformer.stages.placeholders import LayerInputs
-from shardformer.utils.structure import by_layer, mask_among, part_of
+from shardformer.utils.module_paths import by_layer, mask_among, part_of
 
 # Inputs that are not sharded: masks cover the tokens of all ranks.
 _WHOLE = ("attention_mask",)

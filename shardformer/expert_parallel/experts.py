@@ -34,7 +34,7 @@ from shardformer.distributed.collectives import (
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import EXPERTS, Part, ShardSpec, annotate, shard_parameter
 from shardformer.utils.derived_modules import derive, replace_modules
-from shardformer.utils.structure import divisors_phrase
+from shardformer.utils.module_paths import divisors_phrase
 from shardformer.utils.untraced import untraced
 
 # (hidden states [tokens, hidden], experts [tokens, k], weights [tokens, k]) -> [tokens, hidden]

@@ -15,7 +15,7 @@ from shardformer.layers.replicated_linear import replicated_linear
 from shardformer.matmul.float8 import FP8_RECIPES, Float8
 from shardformer.matmul.native import Native
 from shardformer.utils.derived_modules import replace_modules
-from shardformer.utils.structure import remembered
+from shardformer.utils.module_paths import remembered
 
 _log = logging.getLogger(__name__)
 # Recipe -> the least compute capability, the option that asks for it, and another value.

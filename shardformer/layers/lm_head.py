@@ -13,9 +13,8 @@ from shardformer.cross_entropy.deferred_logits import LMHeadCall, defer_logits
 from shardformer.layers.linear import ColumnParallelLinear, column_layer
 from shardformer.layers.replicated_linear import Linear
 from shardformer.matmul.native import Native
-from shardformer.utils.customizations import stored_weight
-from shardformer.utils.derived_modules import derive
-from shardformer.utils.structure import remembered
+from shardformer.utils.derived_modules import derive, stored_weight
+from shardformer.utils.module_paths import remembered
 
 
 class VocabParallelLMHead(ColumnParallelLinear):

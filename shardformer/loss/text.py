@@ -19,8 +19,8 @@ from shardformer.layers.embedding import check_indices
 from shardformer.layers.lm_head import parallel_heads
 from shardformer.loss.routers import router_loss_of
 from shardformer.loss.terms import DIVISOR, IGNORE_INDEX, IGNORED, LOSS_KEYWORDS, SHIFTED, Batch, HeadLoss, LossTerm
+from shardformer.utils.module_paths import remembered
 from shardformer.utils.source import uses
-from shardformer.utils.structure import remembered
 
 
 def not_ignored(labels: Tensor, _: Batch) -> Tensor:

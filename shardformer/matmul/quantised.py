@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shardformer.distributed.collectives import copy_to_region, gather_features, split_to_region
 from shardformer.matmul.kernel import LinearKernel
 from shardformer.shard_spec import Part, ShardSpec, annotate
-from shardformer.utils.customizations import is_quantised
+from shardformer.utils.derived_modules import is_quantised
 
 
 class QuantisedWeight(LinearKernel):

@@ -7,9 +7,16 @@ that need a model of peft: code with such a model has imported peft already. doc
 
 from __future__ import annotations
 
-from shardformer.peft.kinds import adapter_configs, kind_of, model_inside
+from shardformer.peft.kinds import (
+    adapter_configs,
+    behind_prompts,
+    kind_of,
+    model_inside,
+    prompt_config,
+    prompts_followed,
+    prompts_on_stages,
+)
 from shardformer.peft.layer_checks import check_adapters
-from shardformer.peft.prompts import behind_prompts, prompt_config, prompts_followed, prompts_on_stages
 from shardformer.peft.shard import adapters_detached, keep_whole
 
 __all__ = [

@@ -21,8 +21,8 @@ from shardformer.peft.kinds import (
     model_inside,
     name_of,
     peft_class,
+    task_of,
 )
-from shardformer.peft.prompts import task_of
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StagePartitioner

@@ -26,8 +26,8 @@ from shardformer.shard_config import ShardConfig
 from shardformer.stages.layout import StageLayout, chained
 from shardformer.stages.placeholders import StageInput
 from shardformer.stages.stage import PipelineStageManager
-from shardformer.utils.forward_syntax import GETTERS, Read, reads_of_forward
 from shardformer.utils.module_paths import has_module, join, path_of
+from shardformer.utils.source import GETTERS, Read, reads_of_forward
 
 Lookup = Callable[[nn.Module], Policy]
 _OF_LAYERS = ("output_hidden_states", "output_attentions")

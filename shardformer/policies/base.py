@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from shardformer.shard_config import ShardConfig
-from shardformer.utils.module_paths import join
-from shardformer.utils.structure import divisors_phrase
+from shardformer.utils.module_paths import divisors_phrase, join
 
 if TYPE_CHECKING:
     from shardformer.context_parallel.zigzag import Positions

@@ -33,8 +33,7 @@ from shardformer.distributed.collectives import (
 )
 from shardformer.shard_spec import pad_to_multiple
 from shardformer.utils.derived_modules import derive, replace_modules
-from shardformer.utils.forward_syntax import counts_positions
-from shardformer.utils.source import with_globals
+from shardformer.utils.source import counts_positions, with_globals
 
 SEQ_DIM = 1  # tensors are [batch, seq, hidden]
 _OF_TOKENS = ("per_layer_input",)  # what layers read for each token besides the hidden states: in Gemma 4

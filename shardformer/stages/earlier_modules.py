@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardformer.stages.placeholders import Key, LayerInputs, StageInput, StagePlaceholder
-from shardformer.utils.structure import by_layer, mask_among, spread
+from shardformer.utils.module_paths import by_layer, mask_among, spread
 
 _MAX_SHAPES = 64  # combinations of input shapes that are remembered
 

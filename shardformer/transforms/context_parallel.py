@@ -29,7 +29,7 @@ from shardformer.policies.registry import head_loss_of
 from shardformer.sequence_parallel.split_gather import count_whole_sequences, first_output
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StagePlaceholder
-from shardformer.utils.forward_syntax import counts_positions
+from shardformer.utils.source import counts_positions
 
 _MASK = "attention_mask"
 

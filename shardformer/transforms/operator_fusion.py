@@ -18,10 +18,9 @@ from shardformer.layers.fused_ops import bias_activation, bias_dropout_add, drop
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.layers.replicated_linear import replicated_linear
 from shardformer.stages.stage import StagePlaceholder
-from shardformer.utils.customizations import carry_over, hook_on, stored_weight, user_code
-from shardformer.utils.derived_modules import change_module, derive
-from shardformer.utils.forward_syntax import activated_linears, definer, parsed, statements_of
+from shardformer.utils.derived_modules import carry_over, change_module, derive, hook_on, stored_weight, user_code
 from shardformer.utils.module_paths import replace_module
+from shardformer.utils.source import activated_linears, definer, parsed, statements_of
 
 _KINDS = {
     "NewGELUActivation": "tanh",

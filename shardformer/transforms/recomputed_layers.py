@@ -21,9 +21,8 @@ from shardformer.policies.registry import policy_for
 from shardformer.sequence_parallel.split_gather import SequenceParallel
 from shardformer.stages.stage import StagePlaceholder
 from shardformer.utils.derived_modules import derive, replace_modules
-from shardformer.utils.forward_syntax import computes_tokens
-from shardformer.utils.module_paths import has_module
-from shardformer.utils.structure import CACHE_NAMES
+from shardformer.utils.module_paths import CACHE_NAMES, has_module
+from shardformer.utils.source import computes_tokens
 
 
 class RecomputedLayer(nn.Module):

@@ -26,7 +26,7 @@ from shardformer.layers import (
 from shardformer.layers.linear import in_features, out_features
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.shard_config import ShardConfig
-from shardformer.utils.customizations import hook_on, hooked_modules, user_code
+from shardformer.utils.derived_modules import hook_on, hooked_modules, user_code
 
 
 @dataclass(frozen=True)

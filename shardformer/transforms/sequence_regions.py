@@ -18,7 +18,7 @@ from shardformer.sequence_parallel.split_gather import (
     wrap_layers,
 )
 from shardformer.stages.placeholders import LayerInputs
-from shardformer.utils.structure import by_layer
+from shardformer.utils.module_paths import by_layer
 from shardformer.utils.untraced import call_through
 
 

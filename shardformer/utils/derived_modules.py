@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache, reduce
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial, reduce
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from shardformer.utils.untraced import set_class
 
@@ -81,3 +83,101 @@ def _reduce(module: nn.Module) -> tuple[Any, ...]:
 def _make(native: type[nn.Module], *added: type[nn.Module]) -> nn.Module:
     cls = reduce(derived_class, added, native)
     return cls.__new__(cls)
+
+
+_HOOKS = {
+    "_forward_hooks": "a forward hook",
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+}
+_HOOK_OPTIONS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+)
+_OURS = ("shardformer.", "plugins.")
+_LIBRARIES = ("torch.nn.modules.", "transformers.", "bitsandbytes.nn.modules", *_OURS)
+_PACKED = ("Params4bit", "Int8Params")
+_PLAIN_PRODUCTS = ("FalconLinear",)  # linear layers of transformers whose own forward is that of `nn.Linear`
+
+
+def is_quantised(parameter: Tensor | None) -> bool:
+    """Return whether a parameter is quantised: packed, or stored in few bits together with scales."""
+    if not isinstance(parameter, nn.Parameter):
+        return False
+    if any(cls.__name__ in _PACKED and cls.__module__.startswith("bitsandbytes.") for cls in type(parameter).__mro__):
+        return True
+    return parameter.dtype in (torch.uint8, torch.int8) or type(parameter).__module__.startswith("torchao.")
+
+
+def hook_on(module: nn.Module) -> str | None:
+    """Return the kind of a hook that a user has registered on the module; None if there is none.
+
+    Hooks of transformers (noise on embeddings, inputs that need gradients) and of this package do not count.
+    """
+    for name, words in _HOOKS.items():
+        if any(not _module_of(hook).startswith(("transformers.", *_OURS)) for hook in getattr(module, name).values()):
+            return words
+    return None
+
+
+def user_code(module: nn.Module) -> str | None:
+    """Describe what replacing the module by a layer of another class would lose; None if nothing."""
+    if parametrize.is_parametrized(module):
+        return f"a parametrization of its {', '.join(module.parametrizations)}"
+    if (hook := hook_on(module)) is not None:
+        return hook
+    forward = vars(module).get("forward")
+    if forward is not None and not _module_of(forward).startswith(_OURS):
+        return "a forward of its own"
+    definer = next(cls for cls in type(module).__mro__ if "forward" in vars(cls) or "__call__" in vars(cls))
+    if not definer.__module__.startswith(_LIBRARIES) or _multiplies_otherwise(definer):
+        return f"the forward of {definer.__name__}"
+    if type(module).__module__.startswith("torch.nn.modules."):
+        usual = {"weight", "bias"}
+        added = [*(name for name in module._parameters if name not in usual), *module._buffers, *module._modules]
+        if added:
+            return f"{added[0]}, which was added to it"
+    own = [each for each in module._parameters.values() if each is not None and not is_quantised(each)]
+    kinds = {type(parameter) for parameter in own}
+    if kinds - {nn.Parameter}:
+        return f"weights of the kind {min(kind.__name__ for kind in kinds - {nn.Parameter})}"
+    return None
+
+
+def _multiplies_otherwise(definer: type[nn.Module]) -> bool:
+    """Return whether a class of transformers is a linear layer whose forward is another one, as of scaled logits."""
+    is_theirs = issubclass(definer, nn.Linear) and definer.__module__.startswith("transformers.")
+    return is_theirs and definer.__name__ not in _PLAIN_PRODUCTS
+
+
+def stored_weight(module: nn.Module | None) -> Tensor | None:
+    """Return the weight of a module; None if it has none, or a parametrization computes it.
+
+    To read a parametrized weight may change it: spectral norm takes a step of its power iteration.
+    """
+    return None if parametrize.is_parametrized(module, "weight") else getattr(module, "weight", None)
+
+
+def carry_over(native: nn.Module, new: nn.Module) -> None:
+    """Give a module that replaces `native` the mode, hooks and attributes of `native`."""
+    new.train(native.training)
+    for name in (*_HOOKS, *_HOOK_OPTIONS):
+        setattr(new, name, getattr(native, name))  # the same dict object: handles that remove hooks refer to it
+    for name, value in vars(native).items():
+        if not name.startswith("_") and not hasattr(new, name):
+            setattr(new, name, value)
+
+
+def hooked_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield path, module and kind of hook for the modules that a user has registered hooks on."""
+    return ((path, module, hook) for path, module in model.named_modules() if (hook := hook_on(module)) is not None)
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    """Return the module that defines a function, method, partial or callable object."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__module__", None) or type(function).__module__

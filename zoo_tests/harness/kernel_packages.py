@@ -55,7 +55,7 @@ def flash_attn(*versions: int, capability: tuple[int, int] | None = None) -> Ite
         installed(modules),
         patch.multiple(utils, **answers),
         patch.multiple(flash_utils, **answers, _loaded_implementation=None),
-        patch("shardformer.attention.selection.capability_of", lambda device: capability),
+        patch("shardformer.attention.registry.capability_of", lambda device: capability),
     ):
         yield calls
 

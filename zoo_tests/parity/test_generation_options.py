@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.utils.structure import CACHE_NAMES
+from shardformer.utils.module_paths import CACHE_NAMES
 from zoo_tests.harness.case import LAYOUTS
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 from zoo_tests.zoo import FAMILIES

@@ -2,7 +2,7 @@
 
 What breaks here first: a parallel layer that takes the place of a changed one. Look in
 `shardformer/transforms/replicated_layers.py` and
-`shardformer/utils/customizations.py`.
+`shardformer/utils/derived_modules.py`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from shardformer import ShardConfig, ShardFormer
-from shardformer.utils.structure import CACHE_NAMES
+from shardformer.utils.module_paths import CACHE_NAMES
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.harness.reference import loss_of

@@ -36,7 +36,7 @@ from shardformer.attention.packed_documents import (
 )
 from shardformer.context_parallel.zigzag import restarts
 from shardformer.peft import model_inside, prompt_config
-from shardformer.utils.structure import cache_name
+from shardformer.utils.module_paths import cache_name
 
 
 class ForwardOptions:

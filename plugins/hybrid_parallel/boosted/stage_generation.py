@@ -29,7 +29,7 @@ from shardformer.peft import adapter_configs, kind_of, model_inside
 from shardformer.stages.placeholders import CachedTower, StageMessage
 from shardformer.stages.stage import run_stage
 from shardformer.utils.derived_modules import derive
-from shardformer.utils.structure import cache_name
+from shardformer.utils.module_paths import cache_name
 
 
 class StageCache:

@@ -29,7 +29,7 @@ from plugins.hybrid_parallel.zero.grouping import (
 from plugins.hybrid_parallel.zero.reducer import check_hooks
 from shardformer.lazy import is_recorded, waits_for_values, weight_reader_of
 from shardformer.peft import check_adapters, model_inside
-from shardformer.utils.forward_syntax import reads_of_forward
+from shardformer.utils.source import reads_of_forward
 
 _logger = get_logger(__name__)
 _COMPILED = "_orig_mod"  # attribute in which torch.compile keeps the original module

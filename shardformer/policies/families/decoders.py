@@ -19,7 +19,7 @@ from shardformer.policies.module_edits import use_local_biases
 from shardformer.policies.rules import GATHERS, HEADS, Entry, TablePolicy, local, own, rules, variant
 from shardformer.shard_spec import Part
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout, ZeroEmbedding
-from shardformer.utils.structure import divisors_phrase
+from shardformer.utils.module_paths import divisors_phrase
 
 
 class LlamaPolicy(TablePolicy):

@@ -30,8 +30,7 @@ from shardformer.policies.plans.stages import (
 )
 from shardformer.stages.placeholders import States
 from shardformer.stages.stage import StageLayout, StagePlaceholder, UnreachablePlaceholder
-from shardformer.utils.module_paths import join, starred
-from shardformer.utils.structure import divisors_phrase
+from shardformer.utils.module_paths import divisors_phrase, join, starred
 
 _FAMILIES = Path(__file__).parents[1] / "families"
 Value = TypeVar("Value")

@@ -37,10 +37,9 @@ from shardformer.policies.plans.sequence import (
 from shardformer.policies.plans.stages import layer_paths, stage_layout
 from shardformer.policies.plans.styles import STYLES, lowered
 from shardformer.shard_spec import divided_share
-from shardformer.utils.customizations import stored_weight
-from shardformer.utils.forward_syntax import GETTERS
-from shardformer.utils.module_paths import join, path_of, starred
-from shardformer.utils.structure import divisors_phrase
+from shardformer.utils.derived_modules import stored_weight
+from shardformer.utils.module_paths import divisors_phrase, join, path_of, starred
+from shardformer.utils.source import GETTERS
 
 
 def attention_alone_mixes(layers: Iterable[nn.Module]) -> bool:

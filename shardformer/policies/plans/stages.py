@@ -24,9 +24,8 @@ from shardformer.stages.stage import (
     UnreachablePlaceholder,
     ZeroEmbedding,
 )
-from shardformer.utils.forward_syntax import inputs_between_layers
 from shardformer.utils.module_paths import starred
-from shardformer.utils.source import syntax_of
+from shardformer.utils.source import inputs_between_layers, syntax_of
 
 # Inputs that the first stage turns into embeddings; later stages do not read them.
 ENCODED_INPUTS = (

@@ -17,9 +17,9 @@ from shardformer.policies.plans.policy import PlanPolicy, asked
 from shardformer.policies.plans.stages import ExecutionOrder
 from shardformer.policies.plans.styles import STYLES
 from shardformer.policies.proposed.regions import Recording, find_regions, local_choices, record, with_own_masks
-from shardformer.utils.customizations import stored_weight
-from shardformer.utils.forward_syntax import GETTERS
+from shardformer.utils.derived_modules import stored_weight
 from shardformer.utils.module_paths import starred
+from shardformer.utils.source import GETTERS
 
 _FLAGS = ("cut_vocabulary", "whole_logits", "splits_sequence")
 _KEYS = ("styles", "local", "stages", *_FLAGS)

@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 from shardformer.layers.linear import out_features
 from shardformer.matmul.native import is_linear
 from shardformer.policies.feature_counts import HEADS, drops_by_function, names_read
-from shardformer.utils.module_paths import starred
-from shardformer.utils.structure import CACHE_NAMES
+from shardformer.utils.module_paths import CACHE_NAMES, starred
 
 Halves = tuple[Tensor, Tensor]
 _CACHES = (*CACHE_NAMES, "mems")  # of a rank's own heads

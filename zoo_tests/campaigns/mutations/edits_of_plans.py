@@ -36,7 +36,7 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         (f"{_SWITCHES}[StableLmForCausalLM-switches0-layouts0]",),
     ),
     "norms of heads with a bias get the gradients of one rank's heads": Edit(
-        "shardformer.policies.mixers.attention",
+        "shardformer.policies.mixers.mixer",
         "if all(param.numel() == head_dim for param in norm.parameters())",
         "if [param.numel() for param in norm.parameters()] == [head_dim]",
         (f"{_SWITCHES}[PhiForCausalLM-switches2-layouts2]",),

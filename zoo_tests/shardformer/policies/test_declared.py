@@ -18,8 +18,8 @@ from torch import nn
 
 from shardformer import PipelineStageManager, ShardConfig
 from shardformer.layers import ColumnParallelLinear
-from shardformer.policies.mixers.attention import LatentAttention
 from shardformer.policies.mixers.delta_net import DeltaNet, change_of
+from shardformer.policies.mixers.mixer import LatentAttention
 from shardformer.policies.plans.completion import completions
 from shardformer.policies.plans.plan import Plan, declared_plans
 from shardformer.policies.plans.policy import PlanPolicy

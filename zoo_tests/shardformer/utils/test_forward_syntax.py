@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardformer.utils.forward_syntax import counts_positions, inputs_between_layers
+from shardformer.utils.source import counts_positions, inputs_between_layers
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput
 
-from shardformer.utils.structure import CACHE_NAMES, cache_name
+from shardformer.utils.module_paths import CACHE_NAMES, cache_name
 
 
 @pytest.mark.parametrize("name", [*CACHE_NAMES, "as_a_later_release_calls_it"])
