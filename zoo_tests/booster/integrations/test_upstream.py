@@ -31,6 +31,7 @@ CALLED: dict[str, tuple[tuple[str, ...], str]] = {
     "get_train_dataloader": (("_inner_training_loop",), "checkpoints hold no position in the data"),
     "compute_loss": (("training_step", "prediction_step"), "a mean over uneven replicas is a mean of means"),
     "prediction_step": (("evaluation_loop",), "eval_loss is that of one replica"),
+    "evaluation_loop": (("evaluate", "predict"), "metrics count each sample once a replica"),
     "save_model": (("_save_checkpoint",), "a checkpoint has one rank's shard"),
     "_save_optimizer_and_scheduler": (("_save_checkpoint",), "a checkpoint has no state of other ranks"),
     "_load_from_checkpoint": (("train",), "a checkpoint of plain Trainer is loaded into shards"),

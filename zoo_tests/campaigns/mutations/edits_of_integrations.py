@@ -116,9 +116,9 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
         (f"{_FITS}[bert-tp2pp2]",),
     ),
     "metrics gathered from all ranks": Edit(
-        f"{_HERE}.lightning.placement",
-        "each.process_group = shares.replicas.mesh.get_group()",
-        "each.process_group = None",
+        f"{_HERE}.metrics",
+        "if not dist.is_initialized() or group is not None or function is not None or metric._is_synced:\n",
+        "if True:\n",
         (f"{_FITS}[bert-tp2pp2]",),
     ),
     "clipping of Lightning left out": Edit(
