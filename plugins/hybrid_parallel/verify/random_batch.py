@@ -15,6 +15,7 @@ from plugins.hybrid_parallel.verify.family_inputs import further_inputs, labels_
 
 _IGNORED = -100
 _LABELS = frozenset(("labels", "start_positions", "next_sentence_label", "mc_labels"))
+_OF_PAIRS = "return_loss"  # what asks CLIP, and models like it, for the loss of texts beside images
 _ONE_LABEL = (
     "ForSequenceClassification",
     "ForImageClassification",
@@ -27,8 +28,8 @@ _ONE_LABEL = (
 
 
 def takes_labels(model_class: type[nn.Module]) -> bool:
-    """Check whether the class takes labels, and so computes a loss of its own."""
-    return bool(_LABELS & set(inspect.signature(model_class.forward).parameters))
+    """Check whether the class takes labels, or compares the samples' texts and images, and so has a loss of its own."""
+    return bool((_LABELS | {_OF_PAIRS}) & set(inspect.signature(model_class.forward).parameters))
 
 
 def kind_of(model: nn.Module) -> str:
@@ -57,7 +58,7 @@ def batch_for(model: nn.Module, step: int, rows: int = 6, has_labels: bool = Tru
     further = further_inputs(modules[2] if len(modules) > 2 else "", model, batch, generator)
     if not has_labels:
         further = {name: value for name, value in further.items() if name not in _LABELS}
-    elif "labels" not in further:
+    elif "labels" not in further and _OF_PAIRS not in batch:
         seen = batch if "input_ids" in batch and "input_ids" in further else batch | further
         batch = _labels(model, seen, rows, generator) | batch
     return {name: value for name, value in (batch | further).items() if value is not None}
@@ -82,11 +83,11 @@ def _main_input(model: nn.Module, step: int, rows: int, generator: torch.Generat
     if "input_ids" in takes:
         shape = (rows, 3) if kind_of(model) == "ForMultipleChoice" else (rows,)
         text = ragged_text(shape, max(11 - 2 * step, 5), generator)
-        return {name: value for name, value in text.items() if name in takes}
+        is_of_pairs = {_OF_PAIRS, "pixel_values"} <= takes.keys() and hasattr(model.config, "vision_config")
+        pair = _images(model.config.vision_config, rows, generator) | {_OF_PAIRS: True} if is_of_pairs else {}
+        return {name: value for name, value in text.items() if name in takes} | pair
     if "pixel_values" in takes:
-        size, channels = getattr(model.config, "image_size", 16), getattr(model.config, "num_channels", 3)
-        sides = size if isinstance(size, tuple | list) else (size, size)
-        return {"pixel_values": torch.randn(rows, channels, *sides, generator=generator)}
+        return _images(model.config, rows, generator)
     if "pixel_values_videos" in takes:
         return {"pixel_values_videos": torch.randn(rows, 4, 3, 16, 16, generator=generator)}
     if "flattened_patches" in takes:  # of an image of any size, each with its row and column
@@ -99,6 +100,12 @@ def _main_input(model: nn.Module, step: int, rows: int, generator: torch.Generat
         f"no batch can be made up for {type(model).__name__}, which takes {', '.join(list(takes)[:4])}; "
         "use a class that takes input_ids, pixel_values, input_values or input_features"
     )
+
+
+def _images(config: Any, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
+    size, channels = getattr(config, "image_size", 16), getattr(config, "num_channels", 3)
+    sides = size if isinstance(size, tuple | list) else (size, size)
+    return {"pixel_values": torch.randn(rows, channels, *sides, generator=generator)}
 
 
 def _labels(model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator: torch.Generator) -> dict[str, Any]:

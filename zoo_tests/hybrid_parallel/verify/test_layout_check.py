@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import (
     BeitConfig,
     BeitForImageClassification,
+    CLIPConfig,
+    CLIPModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -217,6 +219,12 @@ def test_a_copy_has_at_least_the_parts_of_the_model() -> None:
         model.added = nn.Parameter(torch.empty(3))
     [line] = check_layout(CheckedModel(model), TP, 2).not_checked
     assert line.endswith("not checked: its parameters are not those that its class makes of its configuration")
+
+
+@pytest.mark.parametrize("layout", [TP, pytest.param(PP, marks=pytest.mark.slow)])
+def test_pairs_of_texts_and_images_are_trained_by_their_own_loss(layout: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        assert check_layout(CheckedModel(CLIPModel(CLIPConfig())), layout, 2).proved
 
 
 @pytest.mark.slow
