@@ -186,7 +186,7 @@ def launch(
         host: host name or address of rank 0.
         port: port of rank 0.
         local_rank: rank within this machine, which selects the GPU (default: `rank` modulo the number of GPUs).
-        seed, backend, timeout_s, heartbeat_s: see `launch_from_torch`.
+        seed: see `launch_from_torch`, as for `backend`, `timeout_s` and `heartbeat_s`.
 
     Raises:
         ConfigurationError: `rank` is not in [0, world_size), or its GPU does not exist.
