@@ -15,7 +15,7 @@ from plugins.hybrid_parallel.verify.family_inputs import further_inputs, labels_
 
 _IGNORED = -100
 _LABELS = frozenset(("labels", "start_positions", "next_sentence_label", "mc_labels"))
-_OF_PAIRS = "return_loss"  # what asks CLIP, and models like it, for the loss of texts beside images
+_OF_PAIRS = "return_loss"  # what asks CLIP, and models like it, for the loss of pairs of texts and images
 _ONE_LABEL = (
     "ForSequenceClassification",
     "ForImageClassification",
