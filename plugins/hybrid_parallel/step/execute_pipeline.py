@@ -11,6 +11,7 @@ from torch import Tensor
 from booster.errors import ConfigurationError
 from booster.plugin import PipelineResult
 from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of
+from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP
 from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
@@ -128,10 +129,14 @@ def _share_outputs(model: HybridParallelModel, outputs: list[Any], split: BatchS
     """Broadcast the merged outputs to every stage; return None if this replica's share of the batch was empty."""
     if not split.own:
         return None
-    runtime = model.runtime
-    merged = merge_outputs(outputs, split.lengths) if runtime.has_last_stage else None
+    runtime, rows = model.runtime, [model.options.rows_of(each) for each in split.own]
+
+    def merge() -> Any:
+        return merge_outputs(outputs, split.lengths, rows) if runtime.has_last_stage else None
+
     if model.mesh.size("pp") == 1:
-        return merged
+        return merge()
+    merged = raise_on_all_ranks(merge, model.mesh.group("pp"))
     return broadcast_outputs(merged, model.mesh, runtime.rank_of_last_stage)
 
 

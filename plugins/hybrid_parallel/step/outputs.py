@@ -140,15 +140,18 @@ def _describe_tensors(
         held = [each[0] for each in shapes if each[0]]  # placeholders hold nothing
         rows = [len(part) for part in torch.arange(num_rows).tensor_split(len(held) or 1)]
         uneven = any(count * num_rows != shape[0] * part for count, part in zip(held, rows, strict=False))
-        # Of each layer, as in [layers, rows, ...]: parts of equal sizes would look like several rows of a sample.
-        by_layer = held != rows and [each[1] for each in shapes if each[0] and len(each) > 1] == rows
-        if uneven or by_layer:
+        if uneven or _is_by_layer([each for each in shapes if each[0]], rows):
             return _withheld(f"has shapes {shapes} in micro-batches, which have no samples along dim 0; {_PLAINLY}")
     return {
         "dtype": str(values[0].dtype).removeprefix("torch."),
         "shape": shape,
         "needs_grad": any(value.requires_grad for value in values),
     }
+
+
+def _is_by_layer(shapes: Sequence[Sequence[int]], rows: Sequence[int]) -> bool:
+    """Return whether parts are [layers, rows, ...]; if of equal sizes, they look like several rows of a sample."""
+    return [shape[0] for shape in shapes] != rows and [shape[1] for shape in shapes if len(shape) > 1] == rows
 
 
 def _withheld(reason: str) -> dict[str, str]:
@@ -332,28 +335,31 @@ def detached(outputs: Any) -> Any:
     return tuple(map(detached, outputs)) if isinstance(outputs, tuple | list) else None
 
 
-def merge_outputs(outputs: Sequence[Any], lengths: Sequence[int] | None = None) -> Any:
+def merge_outputs(outputs: Sequence[Any], lengths: Sequence[int] | None = None, rows: Sequence[int] = ()) -> Any:
     """Concatenate the outputs of micro-batches along the samples; scalars and caches in them are left out.
 
     Args:
         lengths: tokens of each micro-batch if they are parts of one row, whose outputs [1, part, ...] are concatenated
             along the tokens.
+        rows: samples of each micro-batch, if known.
 
     Raises:
-        ConfigurationError: if values of micro-batches differ in more than the number of samples, or of tokens.
+        ConfigurationError: if values of micro-batches differ in more than the number of samples, or of tokens, or have
+            the samples along dim 1.
     """
     if isinstance(outputs[0], Tensor) and not outputs[0].dim():
         return torch.stack(list(outputs))
-    return _merge(outputs, "outputs", lengths)
+    return _merge(outputs, "outputs", lengths, list(rows))
 
 
-def _merge(values: Sequence[Any], name: str, lengths: Sequence[int] | None) -> Any:
+def _merge(values: Sequence[Any], name: str, lengths: Sequence[int] | None, rows: list[int]) -> Any:
     first = values[0]
     if isinstance(first, Tensor) and first.dim():
         shapes = [tuple(value.shape) for value in values]
         if lengths is not None and "attention" not in name and are_parts_of_row(shapes, lengths):
             return torch.cat(list(values), 1)
-        if lengths is not None or len({shape[1:] for shape in shapes}) > 1:
+        by_layer = len(rows) > 1 and _is_by_layer(shapes, rows)
+        if lengths is not None or by_layer or len({shape[1:] for shape in shapes}) > 1:
             raise ConfigurationError(
                 f"{name} of micro-batches have shapes {shapes}, which cannot be put together; use num_microbatches=1, "
                 "or return_outputs=False"
@@ -362,10 +368,10 @@ def _merge(values: Sequence[Any], name: str, lengths: Sequence[int] | None) -> A
     if isinstance(first, Mapping):
         # Of a micro-batch without images there are no features of images.
         found = {key: [value[key] for value in values if key in value] for value in values for key in value}
-        merged = {key: _merge(parts, key, lengths) for key, parts in found.items()}
+        merged = {key: _merge(parts, key, lengths, rows) for key, parts in found.items()}
         return type(first)(**{key: value for key, value in merged.items() if value is not None})
     if isinstance(first, tuple | list):
-        return tuple(_merge(parts, name, lengths) for parts in zip(*values, strict=True))
+        return tuple(_merge(parts, name, lengths, rows) for parts in zip(*values, strict=True))
     return None
 
 

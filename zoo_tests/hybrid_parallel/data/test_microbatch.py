@@ -213,6 +213,10 @@ def test_outputs_of_other_lengths_are_not_merged() -> None:
     outputs = [{"logits": torch.ones(1, length, 4)} for length in (2, 3)]
     with pytest.raises(ConfigurationError, match=r"logits of micro-batches have shapes .*use num_microbatches=1, or"):
         merge_outputs(outputs)
+    by_layer = [{"states": torch.ones(3, 2, 4)}] * 2
+    with pytest.raises(ConfigurationError, match=r"states of micro-batches have shapes .*use num_microbatches=1, or"):
+        merge_outputs(by_layer, rows=[2, 2])
+    assert merge_outputs(by_layer, rows=[3, 3])["states"].shape == (6, 2, 4)
 
 
 @settings(max_examples=50, deadline=None)
