@@ -1,4 +1,4 @@
-"""Simulated runs of machines that fail: what `plugins/hybrid_parallel/planner/goodput.py` has in closed form."""
+"""Simulated runs of machines that fail: what `plugins/hybrid_parallel/planner/report.py` has in closed form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from math import inf
 
 from plugins.hybrid_parallel.planner.costs import Prediction
 from plugins.hybrid_parallel.planner.device import Device
-from plugins.hybrid_parallel.planner.goodput import (
+from plugins.hybrid_parallel.planner.layout import Layout
+from plugins.hybrid_parallel.planner.report import (
     DAY,
     DETECT,
     REFORM,
@@ -21,7 +22,6 @@ from plugins.hybrid_parallel.planner.goodput import (
     save_seconds,
     speed_of,
 )
-from plugins.hybrid_parallel.planner.layout import Layout
 
 _RUNS, _DAYS = 20, 54.0  # as long as the run of Llama 3 405B whose interruptions are published
 

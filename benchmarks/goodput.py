@@ -9,15 +9,15 @@ from functools import cache
 from benchmarks.failure_simulation import RECOVERIES, Goodput, costs_of, failures_of, goodput, goodputs
 from benchmarks.published_runs import fused_device, llama_runs
 from plugins.hybrid_parallel.planner.costs import Prediction
-from plugins.hybrid_parallel.planner.goodput import (
+from plugins.hybrid_parallel.planner.predict import Predictor
+from plugins.hybrid_parallel.planner.profile import Profiler
+from plugins.hybrid_parallel.planner.report import (
     FailureAssumptions,
     best_interval,
     duration,
     speed_of,
     state_bytes,
 )
-from plugins.hybrid_parallel.planner.predict import Predictor
-from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 
 # arXiv 2407.21783, section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 devices, over 90 % of the time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plugins.hybrid_parallel.planner.kernel_timing import Case
+from plugins.hybrid_parallel.planner.calibrate import Case
 from plugins.hybrid_parallel.planner.layout import Layout
 
 LENGTH, BATCH, VOCABULARY = 64, 8, 1000

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import run_ranks
-from plugins.hybrid_parallel.planner.calibrate import calibrate
-from plugins.hybrid_parallel.planner.kernel_timing import Case
+from plugins.hybrid_parallel.planner.calibrate import Case, calibrate
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler

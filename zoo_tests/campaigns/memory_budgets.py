@@ -29,13 +29,11 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.planner.costs import Prediction, TooLarge
 from plugins.hybrid_parallel.planner.device import Device, Link
 from plugins.hybrid_parallel.planner.layout import Layout
+from plugins.hybrid_parallel.planner.plan import Space, search
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
-from plugins.hybrid_parallel.planner.proxy_model import name_in_skeleton
-from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
-from plugins.hybrid_parallel.planner.search import Space, search
+from plugins.hybrid_parallel.planner.proxy_model import Packing, QuantisedBase, batch_of, name_in_skeleton
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
-from plugins.hybrid_parallel.planner.synthetic_batch import Packing, batch_of
 from zoo_tests.harness.case import Recipe
 from zoo_tests.harness.counted_memory import highest_bytes
 from zoo_tests.harness.ranks import run_on_ranks

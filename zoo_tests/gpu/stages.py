@@ -16,8 +16,8 @@ from torch.utils.module_tracker import ModuleTracker
 
 from benchmarks import single_device
 from benchmarks.single_device import SHAPES, Step
+from plugins.hybrid_parallel.planner.calibrate import measure_axis
 from plugins.hybrid_parallel.planner.device import PRESETS
-from plugins.hybrid_parallel.planner.link_benchmark import measure_axis
 from zoo_tests.gpu.training import FP32, train
 
 COLUMNS = ["tokens/s", "TFLOP/s", "of the chip's peak", "of the measured peak", "host ms", "idle", "GiB"]

@@ -20,7 +20,7 @@ from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, devices
 from plugins.hybrid_parallel.distributed.mesh import AXES, build_mesh
 
 if TYPE_CHECKING:
-    from plugins.hybrid_parallel.planner.link_benchmark import LinkMeasurement
+    from plugins.hybrid_parallel.planner.calibrate import LinkMeasurement
 
 
 def optimisations() -> dict[str, str]:
@@ -136,7 +136,7 @@ def measure_mesh(parallel: ParallelOptions) -> dict[str, LinkMeasurement]:
     """
     import torch.distributed as dist
 
-    from plugins.hybrid_parallel.planner.link_benchmark import measure_axis
+    from plugins.hybrid_parallel.planner.calibrate import measure_axis
 
     mesh = build_mesh(*parallel.mesh_shape(dist.get_world_size()))
     return {

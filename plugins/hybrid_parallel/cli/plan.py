@@ -20,14 +20,19 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.cli.arguments import adapter_config, count, model_builder, model_of, refuse_bad_places
 from plugins.hybrid_parallel.config.groups import CPU, PRECISIONS
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.planner import goodput
 from plugins.hybrid_parallel.planner.device import PRESETS, Device, Link, preset
-from plugins.hybrid_parallel.planner.goodput import FailureAssumptions
-from plugins.hybrid_parallel.planner.plan import Job, bytes_of, plan_for
-from plugins.hybrid_parallel.planner.quantised_base import KINDS, QuantisedBase, quantised_by, with_adapter
-from plugins.hybrid_parallel.planner.report import draw, shortage, to_json, to_text
-from plugins.hybrid_parallel.planner.search import Plan
-from plugins.hybrid_parallel.planner.synthetic_batch import Packing
+from plugins.hybrid_parallel.planner.plan import Job, Plan, bytes_of, plan_for
+from plugins.hybrid_parallel.planner.proxy_model import KINDS, Packing, QuantisedBase, quantised_by, with_adapter
+from plugins.hybrid_parallel.planner.report import (
+    FailureAssumptions,
+    draw,
+    goodput_text,
+    goodputs,
+    machines_of,
+    shortage,
+    to_json,
+    to_text,
+)
 
 _HERE = "this-machine"
 
@@ -118,9 +123,9 @@ def _goodput(plan: Plan, device: Device, options: argparse.Namespace, speaks: Te
         options.device_mtbf, options.storage * 1e9, options.restart_seconds, options.repair_hours
     )
     chosen = plan.ranked[options.choose - 1]
-    results = goodput.goodputs(chosen, device, assumed)
-    machines, uptime = goodput.machines_of(chosen.layout, device, assumed)
-    speaks.write(f"\n{chosen.layout}: {goodput.to_text(results, machines, uptime / machines)}\n")
+    results = goodputs(chosen, device, assumed)
+    machines, uptime = machines_of(chosen.layout, device, assumed)
+    speaks.write(f"\n{chosen.layout}: {goodput_text(results, machines, uptime / machines)}\n")
     return {name: asdict(each) for name, each in results.items()}
 
 

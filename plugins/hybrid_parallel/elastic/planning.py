@@ -17,8 +17,7 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.planner.device import PRESETS, Device, Link
 from plugins.hybrid_parallel.planner.layout import Layout
-from plugins.hybrid_parallel.planner.plan import Job, plan_for
-from plugins.hybrid_parallel.planner.search import Plan
+from plugins.hybrid_parallel.planner.plan import Job, Plan, plan_for
 
 # Of a core with gloo over the loopback device: only ratios matter, and links that are slow next to the passes.
 _CPU = Device(

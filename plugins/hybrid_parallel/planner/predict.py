@@ -31,14 +31,15 @@ from plugins.hybrid_parallel.planner.costs import (
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.op_recorder import Part
-from plugins.hybrid_parallel.planner.planned_buckets import RankParameters, plan_buckets
 from plugins.hybrid_parallel.planner.profile import PartCost, Profile, Profiler
 from plugins.hybrid_parallel.planner.rank_memory import (
+    RankParameters,
     RankStates,
     StaticMemory,
     activations,
     memory_of_rank,
     peak_activations,
+    plan_buckets,
     static_of,
 )
 from plugins.hybrid_parallel.planner.stage_map import ModelMap, StageParts

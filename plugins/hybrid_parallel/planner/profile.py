@@ -15,8 +15,8 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.inspect.shard_report import fake_rank
+from plugins.hybrid_parallel.planner.calibrate import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.device import Device
-from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.op_recorder import (
     MOST_OPERATORS,
     Operator,
@@ -28,14 +28,15 @@ from plugins.hybrid_parallel.planner.op_recorder import (
 )
 from plugins.hybrid_parallel.planner.proxy_model import (
     LayerList,
+    Packing,
+    QuantisedBase,
+    batch_of,
     build_proxy_model,
     give_memory,
     quiet,
     training_loss,
     watch_layers,
 )
-from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
-from plugins.hybrid_parallel.planner.synthetic_batch import Packing, batch_of
 from plugins.hybrid_parallel.zero.stage3 import is_sharded
 from shardformer.cross_entropy.chunking import planned_for
 from shardformer.expert_parallel.experts import expert_modules

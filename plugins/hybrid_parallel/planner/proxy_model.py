@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +19,7 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.boosted.model_api import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
-from plugins.hybrid_parallel.planner.op_recorder import Part
+from plugins.hybrid_parallel.planner.op_recorder import Operator, Part
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
 from plugins.hybrid_parallel.step.batch import Batch
@@ -261,3 +263,183 @@ def _leaving(listener: PartListener, number: int, kind: int) -> Callable:
         listener.enter(("gap", number + 1))
 
     return leave
+
+
+# Heads with one label per sample; all other text heads have one per token.
+_ONE_LABEL = ("SequenceClassification", "ImageClassification", "AudioClassification", "MultipleChoice")
+
+
+def batch_of(model: nn.Module, rows: int, length: int, device: str = "cpu") -> dict[str, Tensor]:
+    """Make a batch of zeros: `rows` samples of `length` tokens, or `rows` images, with labels, on `device`."""
+    model = model_inside(model)
+    name, config = type(model).__name__, model.config
+    positions = _positions(config)
+    if positions is not None and length > positions:
+        raise ConfigurationError(
+            f"samples of {length} tokens are longer than the {positions} positions of {name}; use {positions} or fewer"
+        )
+    takes = inspect.signature(model.forward).parameters
+    ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+    per_sample = torch.zeros(rows, dtype=torch.long, device=device)
+    batch: dict[str, Any] = {}
+    if "input_ids" in takes:
+        batch["input_ids"] = ids.unsqueeze(1).expand(rows, 2, length) if "MultipleChoice" in name else ids
+    elif "pixel_values" in takes:
+        vision = getattr(config, "vision_config", config)
+        size, channels = getattr(vision, "image_size", 224), getattr(vision, "num_channels", 3)
+        sides = size if isinstance(size, tuple | list) else (size, size)
+        dtype = next(model.parameters()).dtype
+        batch["pixel_values"] = torch.zeros(rows, channels, *sides, dtype=dtype, device=device)
+    else:
+        raise ConfigurationError(
+            f"{name} reads neither text nor images, and the planner knows no other batch; plan a model of its family "
+            "that does"
+        )
+    if "start_positions" in takes:
+        return {**batch, "start_positions": per_sample, "end_positions": per_sample}
+    if "labels" not in takes:
+        raise ConfigurationError(f"{name} has no loss to train with; give a head with --head, as one ForCausalLM")
+    return {**batch, "labels": per_sample if any(head in name for head in _ONE_LABEL) else ids}
+
+
+def _positions(config: Any) -> int | None:
+    """Return the number of positions of a model; None if its configuration does not give one."""
+    text = config.get_text_config()
+    found = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions")]
+    return next((count for count in found if isinstance(count, int) and count > 0), None)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows of several documents each.
+
+    Attributes:
+        document: mean number of tokens of a document, weighted by tokens; a row is one sample.
+        length: tokens of a row.
+        is_varlen: whether attention computes the pairs of tokens of one document alone, as flash-attn does. All other
+            kernels compute all pairs of a row under a mask.
+    """
+
+    document: float
+    length: int
+    is_varlen: bool
+
+    @property
+    def share(self) -> float:
+        """Part of the pairs of tokens of a row that are of one document."""
+        return min(1.0, self.document / self.length)
+
+    def executed(self, operator: Operator) -> Operator:
+        """Return an operator with the FLOPs that a device computes for packed rows."""
+        if operator.kind != "attention":
+            return operator
+        # A kernel that gets a mask does not know that half of it is empty.
+        factor = self.share if self.is_varlen else 2.0 if operator.is_causal else 1.0
+        return replace(operator, flops=operator.flops * factor)
+
+    def useful(self, operator: Operator) -> float:
+        """Return the FLOPs of an operator between tokens of one document."""
+        return operator.flops * (self.share if operator.kind == "attention" else 1.0)
+
+    def mask_bytes(self, rows: int, itemsize: int) -> tuple[int, int]:
+        """Return the bytes of the mask of a micro-batch, and those that each attention layer saves of it.
+
+        The mask is boolean, [rows, 1, length, length]; torch saves it in the dtype of the scores with every layer.
+        """
+        pairs = 0 if self.is_varlen else rows * self.length**2
+        return pairs, pairs * itemsize
+
+
+KINDS = ("nf4", "nf4-double", "int8")
+_BLOCK, _NESTED_BLOCK = 64, 256  # values that share a scale, and scales that share one (bitsandbytes' defaults)
+_CODES, _NESTED_CODES = 16 * 4, 256 * 4  # bytes of the tables of values, fp32
+
+
+@dataclass(frozen=True)
+class QuantisedBase:
+    """How the linear layers of a frozen base are stored.
+
+    Attributes:
+        kind: "nf4", "nf4-double" (scales in 8 bit too) or "int8".
+        skipped: parts of the paths of modules that stay as they are; None for the head and what is tied, as in
+            transformers.
+    """
+
+    kind: str
+    skipped: tuple[str, ...] | None = None
+
+    def names(self, model: nn.Module) -> frozenset[str]:
+        """Return the names of the weights of a whole model, without peft's wrapper, that are quantised."""
+        skipped = self._skipped(model)
+        found = {
+            f"{path}.weight": module.weight
+            for path, module in model.named_modules()
+            if type(module).__name__ in ("Linear", "Conv1D") and not _is_skipped(path, skipped) and "lora_" not in path
+        }
+        if trained := next((name for name, weight in found.items() if weight.requires_grad), None):
+            raise ConfigurationError(
+                f"{trained} is to be quantised to {self.kind}, and only frozen weights can be; give --adapter"
+            )
+        return frozenset(found)
+
+    def _skipped(self, model: nn.Module) -> tuple[str, ...]:
+        if self.skipped is not None:
+            return self.skipped
+        from transformers.quantizers.base import get_keys_to_not_convert
+
+        return tuple(get_keys_to_not_convert(model))
+
+    def stored_bytes(self, elements: int, outputs: int) -> int:
+        """Return the bytes of a weight, or of a rank's shard, with its scales and tables.
+
+        Args:
+            elements: number of values.
+            outputs: number of its output features.
+        """
+        if self.kind == "int8":
+            return elements + 4 * outputs
+        scales = -(-elements // _BLOCK)
+        packed = (elements + 1) // 2 + _CODES
+        if self.kind == "nf4":
+            return packed + 4 * scales
+        return packed + scales + 4 * -(-scales // _NESTED_BLOCK) + _NESTED_CODES + 4  # and the offset of all scales
+
+
+def quantised_by(config: Any, kind: str | None = None) -> QuantisedBase | None:
+    """Return how a configuration's `quantization_config`, or `kind`, stores the base; None for no quantisation."""
+    given = getattr(config, "quantization_config", None)
+    if kind is not None or given is None:
+        return None if kind is None else QuantisedBase(kind)
+    values: Mapping[str, Any] = given if isinstance(given, Mapping) else given.to_dict()
+    skipped = values.get("llm_int8_skip_modules")
+    skipped = None if skipped is None else tuple(skipped)
+    if values.get("load_in_8bit"):
+        return QuantisedBase("int8", skipped)
+    if values.get("load_in_4bit"):
+        return QuantisedBase("nf4-double" if values.get("bnb_4bit_use_double_quant") else "nf4", skipped)
+    raise ConfigurationError(
+        f"the planner does not know quantisation by {values.get('quant_method')}; use {', '.join(KINDS)}, or a "
+        "configuration without quantisation"
+    )
+
+
+def with_adapter(build: Callable[[], nn.Module], adapter: Any) -> Callable[[], nn.Module]:
+    """Return a function that builds a model with an adapter of peft.
+
+    Args:
+        build: builds the base.
+        adapter: a `PeftConfig`.
+    """
+    return partial(_adapted, build, adapter)
+
+
+def _adapted(build: Callable[[], nn.Module], adapter: Any) -> nn.Module:
+    import copy
+
+    from peft import get_peft_model
+
+    return get_peft_model(build(), copy.deepcopy(adapter))  # which takes over defaults of the model
+
+
+def _is_skipped(path: str, skipped: tuple[str, ...]) -> bool:
+    return any(f".{path}.".find(f".{part}.") >= 0 for part in skipped)

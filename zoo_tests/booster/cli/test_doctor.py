@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.hybrid_parallel.planner import link_benchmark as measure_links
-from plugins.hybrid_parallel.planner.link_benchmark import measure_axis
+from plugins.hybrid_parallel.planner import calibrate as measure_links
+from plugins.hybrid_parallel.planner.calibrate import measure_axis
 from zoo_tests.booster.cli.started import Started
 from zoo_tests.booster.cli.test_commands import outcome
 from zoo_tests.harness.ranks import distributed

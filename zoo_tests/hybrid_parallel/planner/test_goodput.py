@@ -23,14 +23,14 @@ from benchmarks.failure_simulation import (
 from benchmarks.failure_simulation import goodputs as simulated
 from plugins.hybrid_parallel.planner.costs import Prediction
 from plugins.hybrid_parallel.planner.device import preset
-from plugins.hybrid_parallel.planner.goodput import (
+from plugins.hybrid_parallel.planner.layout import Layout
+from plugins.hybrid_parallel.planner.report import (
     FailureAssumptions,
     best_interval,
+    goodput_text,
     goodputs,
     speed_of,
-    to_text,
 )
-from plugins.hybrid_parallel.planner.layout import Layout
 
 DISK, SPARES, SHRINKS = RECOVERIES
 COSTS = Costs(step=20.0, save=30.0, load=200.0, copy=1.0, fetch=5.0)
@@ -98,7 +98,7 @@ def test_the_closed_form_is_the_mean_of_simulated_runs(device_hours: float) -> N
     assert found.keys() == expected.keys()
     for name, each in found.items():
         assert each.useful == pytest.approx(expected[name].useful, abs=0.02), name
-    assert "restart from disk" in to_text(found, 64, 3600.0)
+    assert "restart from disk" in goodput_text(found, 64, 3600.0)
 
 
 def test_machines_that_fail_all_the_time_train_nothing() -> None:

@@ -19,11 +19,10 @@ from booster import Booster
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.planner.device import PRESETS
 from plugins.hybrid_parallel.planner.layout import Layout
-from plugins.hybrid_parallel.planner.planned_buckets import plan_buckets
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
-from plugins.hybrid_parallel.planner.quantised_base import QuantisedBase
-from plugins.hybrid_parallel.planner.rank_memory import StaticMemory, static_of
+from plugins.hybrid_parallel.planner.proxy_model import QuantisedBase
+from plugins.hybrid_parallel.planner.rank_memory import StaticMemory, plan_buckets, static_of
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from shardformer.matmul.quantised import stored_tensors
 from shardformer.utils.untraced import SavedResults

@@ -24,16 +24,16 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.timeline import simulate
+from plugins.hybrid_parallel.planner.calibrate import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.costs import TooLarge
 from plugins.hybrid_parallel.planner.device import PRESETS, Link, preset
-from plugins.hybrid_parallel.planner.kernel_timing import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.model_flops import FlopCounter
+from plugins.hybrid_parallel.planner.plan import Space, search
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.rank_memory import peak_activations
 from plugins.hybrid_parallel.planner.report import draw, to_json, to_text, utilization
-from plugins.hybrid_parallel.planner.search import Space, search
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from shardformer.cross_entropy import chunking, deferred_logits
 
