@@ -17,7 +17,7 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from booster import failure
 from booster.errors import ConfigurationError
@@ -89,6 +89,7 @@ class WeightStream:
         self._begun = 0  # buckets of this stage that are gathered, or on their way
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._copy(lambda tensor: not isinstance(tensor, nn.Parameter))  # a forward changes running statistics
         with self._before_updates(self._keep):
             yield from self._whole()
 
@@ -107,9 +108,13 @@ class WeightStream:
         """Copy what has not been gathered yet, before an optimizer changes it."""
         if self._arriving is not None:
             self._arriving.finish()
+        self._copy(lambda tensor: tensor.requires_grad)
+
+    def _copy(self, changes: Callable[[Tensor], bool]) -> None:
+        """Copy what changes, of what has not been gathered yet, to host memory."""
         for _, tensor in _tensors([*chain.from_iterable(self.buckets[self._begun :])]):
             for needed in self._read_for(tensor):
-                if needed.requires_grad and needed not in self._kept:
+                if changes(needed) and needed not in self._kept:
                     self._kept[needed] = _own(needed, self._model.gathers.holder(needed)).to("cpu", copy=True)
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
@@ -262,6 +267,8 @@ class _Arrival:
             found = yield from stream.gathered(stream.buckets[index])
             for slot in self.slots:
                 slot.view(self._memory).copy_(found.pop(slot.name))
+        else:  # all stages broadcast at the same turn of the loop, whose body may send over the pipeline, too
+            yield from ([], [])
         if stream.mesh.size("pp") > 1 and stream.reaches_this_pipeline() and len(self._memory):
             yield [dist.broadcast(self._memory, group=pipeline, group_src=stage, async_op=True)]
         self._is_complete = True
