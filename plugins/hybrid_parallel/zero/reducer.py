@@ -333,9 +333,7 @@ class GradientReducer:
         # Only now: a replica that used every parameter has launched its buckets in the backward pass, and the
         # collectives of a group must run in the same order on all of its ranks.
         used, accumulated = self._agree_on_used(), any(bucket.adds for bucket in self.buckets)
-        for number, bucket in enumerate(resident(self.buckets)):
-            if bucket.tied_group is not None:
-                used[number] = self._agree_with_stages(bucket, used[number])
+        for bucket in resident(self.buckets):
             bucket.complete(factor)
         if self.hooks:
             self.hooks.run(self.buckets, used)
@@ -422,25 +420,28 @@ class GradientReducer:
         if earlier > 0:
             queue[earlier - 1].release_local_grads()
 
-    @staticmethod
-    def _agree_with_stages(bucket: Bucket, used: set[int]) -> set[int]:
-        """Return the indices of the parameters that have a gradient on any of the stages that hold them."""
-        flags = torch.zeros(len(bucket.params), dtype=torch.int32)
-        flags[list(used)] = 1
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=bucket.tied_group)
-        return set(flags.nonzero().flatten().tolist())
-
     def _agree_on_used(self) -> list[set[int]]:
-        """Return, per bucket, the parameters with a gradient on any data-parallel rank; others keep None."""
-        if dist.get_world_size(self.dp_group) == 1:
-            return [bucket.written | bucket.in_passes for bucket in self.buckets]
+        """Return, per bucket, the parameters with a gradient on any rank that has them; others keep None.
+
+        Besides replicas, ranks differ that have parts of sequences (one routes no token to an expert), and stages.
+        """
         flags = [torch.zeros(len(bucket.params), dtype=torch.int32) for bucket in self.buckets]
         for bucket_flags, bucket in zip(flags, self.buckets, strict=True):
             bucket_flags[list(bucket.written | bucket.in_passes)] = 1
-        # On the CPU even if gradients are on a GPU: reading the result must not wait for the device.
-        together = torch.cat(flags) if flags else torch.zeros(0, dtype=torch.int32)
-        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self.dp_group)
-        return [set(part.nonzero().flatten().tolist()) for part in together.split([len(part) for part in flags])]
+        groups: dict[ProcessGroup, list[Tensor]] = {self.dp_group: flags}
+        for are_stages in (False, True):  # in one order on all ranks
+            for bucket_flags, bucket in zip(flags, self.buckets, strict=True):
+                for group in bucket.partial_groups:
+                    if (group is bucket.tied_group) is are_stages:
+                        groups.setdefault(group, []).append(bucket_flags)
+        for group, members in groups.items():
+            if members and dist.get_world_size(group) > 1:
+                # On the CPU even if gradients are on a GPU: reading the result must not wait for the device.
+                together = torch.cat(members)
+                dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
+                for member, agreed in zip(members, together.split([len(each) for each in members]), strict=True):
+                    member.copy_(agreed)
+        return [set(each.nonzero().flatten().tolist()) for each in flags]
 
 
 @contextmanager
