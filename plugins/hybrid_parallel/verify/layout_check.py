@@ -185,12 +185,13 @@ def _difference(subject: CheckedModel, options: dict[str, Any], world_size: int)
     Raises:
         Exception: the model cannot be checked.
     """
-    if _loses_by_parts(subject.model):
+    trial, plain, precision = _plain(subject, options, partial(_LimitedLog, seconds=_LONGEST_S / world_size))
+    if _loses_by_parts(trial.tiny_model.built):
         if options["ep_size"] > 1:
             raise NotCheckedError("what it computes of a part of a batch may differ, and replicas divide the batch")
         world_size //= options["dp_size"]
-        options = options | {"num_microbatches": 1, "dp_size": 1, "pp_style": "1f1b", "num_model_chunks": None}
-    trial, plain, precision = _plain(subject, options, partial(_LimitedLog, seconds=_LONGEST_S / world_size))
+        whole = {"num_microbatches": 1, "dp_size": 1, "pp_style": "1f1b", "num_model_chunks": None}
+        trial = replace(trial, options=options | whole)
     try:
         ranks = run_on_threads(_train, world_size, trial)
     except (ConfigurationError, NotCheckedError):

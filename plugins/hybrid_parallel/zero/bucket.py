@@ -76,7 +76,6 @@ class Bucket:
         adds: whether any gradient of this step is a sum over passes.
         in_passes: indices of parameters with gradients in passes that were reduced by themselves.
         used: indices of parameters with reduced gradients.
-        partial_groups: those of `sum_groups` that are not replicas: tensor-parallel ranks and tied stages.
         shard_grads: this rank's shard of the reduced gradients.
         norm: Euclidean, of the shard of the reduced gradients (0-d, float64); None if it is not known.
         is_shown: whether user code may hold views of the reduced gradients.
@@ -99,7 +98,6 @@ class Bucket:
     ) -> None:
         self.params, self.options, self.group_index = list(params), options, group_index
         self.sum_groups, self.counted, self.tied_group = list(sum_groups), counted, tied_group
-        self.partial_groups = [group for group in sum_groups if group is not options.copy_group]
         sizes = [param.numel() for param in params]
         self.offsets, size = places_in_bucket(sizes, options.num_shards, options.whole_parameters)
         self._gaps = gaps_between(self.offsets, sizes, size)

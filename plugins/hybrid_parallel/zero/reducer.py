@@ -431,8 +431,8 @@ class GradientReducer:
         groups: dict[ProcessGroup, list[Tensor]] = {self.dp_group: flags}
         for are_stages in (False, True):  # in one order on all ranks
             for bucket_flags, bucket in zip(flags, self.buckets, strict=True):
-                for group in bucket.partial_groups:
-                    if (group is bucket.tied_group) is are_stages:
+                for group in bucket.sum_groups:
+                    if (group is bucket.tied_group) is are_stages and group is not bucket.options.copy_group:
                         groups.setdefault(group, []).append(bucket_flags)
         for group, members in groups.items():
             if members and dist.get_world_size(group) > 1:
