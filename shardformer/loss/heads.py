@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.loss.perception import connectionist, detection, masked_pixels, mean_of_samples, segmentation
+from shardformer.loss.perception import (
+    classified_masks,
+    connectionist,
+    detection,
+    masked_pixels,
+    mean_of_samples,
+    segmentation,
+)
 from shardformer.loss.routers import routers_are_asked
 from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
 from shardformer.loss.text import (
@@ -62,6 +69,10 @@ USUAL_HEAD_LOSSES: HeadLosses = {
     "ForQuestionAnswering": question_answering,
     "ForQuestionAnsweringSimple": question_answering,
 }
+# Of forwards that call no `loss_function`.
+OWN_HEAD_LOSSES: HeadLosses = dict.fromkeys(
+    ("MaskFormerForInstanceSegmentation", "ForUniversalSegmentation"), classified_masks
+)
 
 
 def matching_key(name: str, losses: HeadLosses) -> str | None:

@@ -1,13 +1,14 @@
-"""Losses of image and sound heads, and of detectors, which match predicted boxes with those of each image (DETR).
+"""Losses of image and sound heads, and of those that match predictions with targets of each image (DETR, MaskFormer).
 
-Their labels are a list with a dict of targets for each image. transformers divides most parts of the loss by the number
-of boxes of the batch; DETR's own loss of classes is a mean over queries, weighted by their classes.
+Their labels are lists with the targets of each image. transformers divides most parts of the loss by the number of
+boxes or masks of the batch; the loss of classes is often a mean over queries, weighted by their classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ _BY_BOXES = (
 )
 _BY_QUERIES = ("ForObjectDetectionLoss", "ForSegmentationLoss")
 _CLASSES = "loss_ce"  # and "loss_ce_0", … of the decoder's layers
+_CLASSES_OF_MASKS = "loss_cross_entropy"
+# Criterion of a model that classifies masks -> its losses in the last forward, one dict for each call.
+_LOSSES: WeakKeyDictionary[nn.Module, list[dict[str, Tensor]]] = WeakKeyDictionary()
 
 
 def detection(model: nn.Module) -> HeadLoss | None:
@@ -73,13 +77,74 @@ def _divisor(labels: Targets) -> float:
 
 def _weights(model: nn.Module, labels: Targets) -> float:
     """Return the sum of the weights of all queries: 1 for one with a box, `eos_coefficient` for the others."""
-    config, boxes = model.config, float(_boxes(labels, {}))
-    queries = getattr(config, "num_detection_tokens", None) or config.num_queries
-    return boxes + config.eos_coefficient * (len(labels) * queries - boxes)
+    queries = getattr(model.config, "num_detection_tokens", None) or model.config.num_queries
+    return _sum_of_weights([target["class_labels"] for target in labels], queries, model.config.eos_coefficient)
+
+
+def _sum_of_weights(labels: Sequence[Tensor], queries: int, of_others: float) -> float:
+    matched = sum(min(len(each), queries) for each in labels)  # of an image with more targets, some match none
+    return matched + of_others * (len(labels) * queries - matched)
 
 
 def _classes(outputs: Any) -> Tensor:
     return sum(value for name, value in outputs.loss_dict.items() if name.startswith(_CLASSES))
+
+
+def keep_losses_of_masks(model: nn.Module) -> None:
+    """Have a model that classifies masks count those of its own batch, and keep its losses for `classified_masks`.
+
+    transformers sums the masks of all ranks of the job, of which one without samples computes no loss.
+    """
+    criterion = getattr(model, "criterion", None)
+    if hasattr(criterion, "get_num_masks"):
+        criterion.get_num_masks = _own_masks
+        model.register_forward_pre_hook(_forget_losses)
+        criterion.register_forward_hook(_keep_losses)
+
+
+def _own_masks(class_labels: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.tensor(_divisor_of_masks(class_labels), device=device)
+
+
+def _divisor_of_masks(labels: Sequence[Tensor]) -> float:
+    return float(max(sum(map(len, labels)), 1))
+
+
+def _forget_losses(model: nn.Module, _: Any) -> None:
+    _LOSSES[model.criterion] = []
+
+
+def _keep_losses(criterion: nn.Module, _: Any, losses: dict[str, Tensor]) -> None:
+    _LOSSES.setdefault(criterion, []).append(losses)  # which the model then weighs in place
+
+
+def classified_masks(model: nn.Module) -> HeadLoss | None:
+    """Return the loss of a model that classifies masks (MaskFormer); None if it also compares samples (OneFormer)."""
+    config, criterion = model.config, getattr(model, "criterion", None)
+    compares = getattr(config, "is_training", False) and config.contrastive_temperature is not None
+    if compares or not hasattr(criterion, "get_num_masks"):
+        return None
+    queries = getattr(config, "decoder_config", config).num_queries
+
+    def weights(labels: Sequence[Tensor]) -> float:
+        return _sum_of_weights(labels, queries, criterion.eos_coef)
+
+    def of_classes() -> Tensor:
+        kept = (each for losses in _LOSSES[criterion] for each in losses.items())
+        return sum(loss for name, loss in kept if name.startswith(_CLASSES_OF_MASKS))
+
+    def by_query(_: Any, labels: Sequence[Tensor]) -> Tensor:
+        return of_classes() * weights(labels)
+
+    def by_mask(outputs: Any, labels: Sequence[Tensor]) -> Tensor:
+        rest = outputs.loss - of_classes()
+        _LOSSES[criterion] = []  # which hold the graph
+        return rest * _divisor_of_masks(labels)
+
+    return HeadLoss(
+        LossTerm("class_labels", lambda labels, _: torch.tensor(weights(labels)), by_query, is_input=True),
+        LossTerm("mask_labels", lambda labels, _: torch.tensor(float(sum(map(len, labels)))), by_mask, is_input=True),
+    )
 
 
 def mean_of_samples(model: nn.Module) -> HeadLoss:

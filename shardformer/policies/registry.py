@@ -15,7 +15,7 @@ from functools import cache
 
 from torch import nn
 
-from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLossBuilder, HeadLosses, matching_key
+from shardformer.loss.heads import OWN_HEAD_LOSSES, USUAL_HEAD_LOSSES, HeadLossBuilder, HeadLosses, matching_key
 from shardformer.loss.terms import HeadLoss
 from shardformer.policies.backbone import BackbonePolicy, backbones_of
 from shardformer.policies.base import Policy
@@ -186,7 +186,7 @@ def head_loss_builder(cls: type[nn.Module], declared: HeadLosses | None = None) 
     head = _library_head(cls, definer)
     if head is not None:
         family = (_declared_by(family_policy_of(head)), declared_head_losses_of(head))
-        usual = USUAL_HEAD_LOSSES if calls_loss_function(forward) else {}
+        usual = USUAL_HEAD_LOSSES if calls_loss_function(forward) else OWN_HEAD_LOSSES
         candidates += [(head.__name__, losses) for losses in (*family, usual)]
     for name, losses in candidates:
         key = matching_key(name, losses)

@@ -398,7 +398,7 @@ class ModelStepLoss(StepLoss):
     def _check_parts(self, batch: Mapping[str, Any]) -> None:
         if batch.get(DIVISOR) is not None:
             raise self._refusal(f"{DIVISOR} says that it is a sum")
-        if isinstance(batch.get("labels"), list):
+        if any(isinstance(value, list) for name, value in batch.items() if "labels" in name):
             raise self._refusal("its labels are a list of targets, whose numbers differ between samples")
         labels = [_labels_of(microbatch) for microbatch in self.microbatches]
         rates = [(each != IGNORE_INDEX).sum(dtype=torch.float64) / len(each) for each in labels if each is not None]

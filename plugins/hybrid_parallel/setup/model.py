@@ -25,6 +25,7 @@ from shardformer.attention.backend import AMPERE, capability_of
 from shardformer.distributed.blocks import blocks_of
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.parallel_module import defer_partial_sums
+from shardformer.loss.perception import keep_losses_of_masks
 from shardformer.loss.terms import count_own_boxes
 from shardformer.peft import model_inside
 from shardformer.policies.user.policy import TPInfoPolicy
@@ -80,6 +81,7 @@ def build_model(
     for feature in features:
         feature.prepare(model)
     count_own_boxes(model_inside(model))
+    keep_losses_of_masks(model_inside(model))
     shared = shard_model(model, config, mesh)
     held = fill(model, reader, config, mesh, trains)
     model.to(mesh.device)

@@ -37,7 +37,8 @@ _NUMBER = re.compile(r"'?(\w+)'?: '?(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b")
 _TIMES = re.compile(r"token_id|runtime|per_second|samples|total_flos|memory|epoch|num_input_tokens|_time|^time|lr$")
 _TOLERANCE = 2e-4  # of four digits that are printed, in fp32
 # A softmax over positions, or over choices, does not see them: their gradient is rounding, which Adam makes a step of.
-_UNSEEN = re.compile(r"(qa_outputs|\.key)\.bias$|^classifier\.bias of 1$")
+# Nor does a group norm of single channels see a constant before it.
+_UNSEEN = re.compile(r"(qa_outputs|\.key|hidden_states_norms\.\d)\.bias$|^classifier\.bias of 1$")
 _UNSEEN_BEFORE_ANSWERS = re.compile(r"encoder\.layer\.3\.output\.LayerNorm\.bias$")  # of the last layer
 _SENTENCE = re.compile(r"^(?:\[rank\d\]: )?error: (.*)$", re.MULTILINE)
 Values = dict[str, list[float]]

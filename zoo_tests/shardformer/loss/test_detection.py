@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from shardformer.loss.heads import own_loss_reason
+from shardformer.loss.perception import keep_losses_of_masks
 from shardformer.loss.terms import count_own_boxes
 from shardformer.policies.registry import head_loss_of
 
@@ -27,6 +29,25 @@ def _tiny(family: str, name: str) -> TinyModel:
     config = getattr(importlib.import_module(module), name).config_class()
     # DETR's weights of classes are fp32, whatever the dtype of the model.
     return TinyModel(module, name, small_config(config, TwinSizes(kv_heads=4, is_faithful=False)), torch.float32)
+
+
+def _config_of_masks(kind: str) -> transformers.PreTrainedConfig:
+    swin = transformers.SwinConfig(
+        image_size=64, patch_size=4, embed_dim=16, depths=[1] * 4, num_heads=[2] * 4, window_size=2, drop_path_rate=0.0,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    heads = {"encoder_layers": 1, "decoder_layers": 2, "num_queries": 6}
+    if kind.startswith("MaskFormer"):
+        attention = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "dropout": 0.0}
+        detr = transformers.DetrConfig(d_model=32, encoder_ffn_dim=56, decoder_ffn_dim=56, **heads, **attention)
+        sizes = {"fpn_feature_size": 32, "mask_feature_size": 32, "num_labels": 3}
+        return transformers.MaskFormerConfig(backbone_config=swin, decoder_config=detr, **sizes)
+    if kind.startswith("Eomt"):
+        sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_blocks": 2, "image_size": 64}
+        return transformers.EomtConfig(**sizes, num_queries=6, num_upscale_blocks=1, train_num_points=32, num_labels=3)
+    sizes = {"feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "encoder_feedforward_dim": 56}
+    sizes |= {"dim_feedforward": 56, "num_attention_heads": 4, "train_num_points": 32, "num_labels": 3}
+    return transformers.Mask2FormerConfig(backbone_config=swin, **heads, **sizes)
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -49,6 +70,11 @@ def test_parts_add_up_to_the_whole(family: str, name: str) -> None:
     targets = batch["labels"]
     targets[0] = {key: value[:0] for key, value in targets[0].items()}  # the first part has no box at all
     assert len({len(target["class_labels"]) for target in targets}) > 2
+    _check_parts(model, batch)
+
+
+def _check_parts(model: nn.Module, batch: dict[str, Any]) -> None:
+    """Check that the losses and gradients of parts of a batch add up to those of the whole."""
     expected = model(**batch).loss
     expected.backward()
     gradients = _gradients(model)
@@ -63,6 +89,22 @@ def test_parts_add_up_to_the_whole(family: str, name: str) -> None:
     assert found.keys() == gradients.keys()
     for key, gradient in gradients.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("kind", ["MaskFormerForInstance", "Mask2FormerForUniversal", "EomtForUniversal"])
+def test_masks_of_parts_add_up_to_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes are weighted means over queries, and masks are divided by how many there are."""
+    points = torch.rand(997, 2)  # the same ones for each mask, where the loss draws some
+    monkeypatch.setattr(torch, "rand", lambda masks, count, _, **__: points[:count].repeat(masks, 1, 1))
+    model = getattr(transformers, f"{kind}Segmentation")(_config_of_masks(kind))
+    keep_losses_of_masks(model)
+    counts = [2, 1, 3, 0, 7, 2]  # of 6 queries
+    batch = {
+        "pixel_values": torch.randn(6, 3, 64, 64),
+        "class_labels": [torch.arange(count) % 3 for count in counts],
+        "mask_labels": [torch.randint(2, (count, 64, 64)).float() for count in counts],
+    }
+    _check_parts(model, batch)
 
 
 @pytest.mark.parametrize(
