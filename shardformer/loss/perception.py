@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,6 @@ _BY_BOXES = (
 _BY_QUERIES = ("ForObjectDetectionLoss", "ForSegmentationLoss")
 _CLASSES = "loss_ce"  # and "loss_ce_0", … of the decoder's layers
 _CLASSES_OF_MASKS = "loss_cross_entropy"
-# Criterion of a model that classifies masks -> its losses in the last forward, one dict for each call.
-_LOSSES: WeakKeyDictionary[nn.Module, list[dict[str, Tensor]]] = WeakKeyDictionary()
 
 
 def detection(model: nn.Module) -> HeadLoss | None:
@@ -90,6 +87,13 @@ def _classes(outputs: Any) -> Tensor:
     return sum(value for name, value in outputs.loss_dict.items() if name.startswith(_CLASSES))
 
 
+class KeptLosses(list[dict[str, Tensor]]):
+    """Losses of a criterion in the last forward, one dict for each call; copies and pickles of it are empty."""
+
+    def __reduce__(self) -> tuple:
+        return KeptLosses, ()
+
+
 def keep_losses_of_masks(model: nn.Module) -> None:
     """Have a model that classifies masks count those of its own batch, and keep its losses for `classified_masks`.
 
@@ -97,7 +101,7 @@ def keep_losses_of_masks(model: nn.Module) -> None:
     """
     criterion = getattr(model, "criterion", None)
     if hasattr(criterion, "get_num_masks"):
-        criterion.get_num_masks = _own_masks
+        criterion.get_num_masks, criterion.kept_losses = _own_masks, KeptLosses()
         model.register_forward_pre_hook(_forget_losses)
         criterion.register_forward_hook(_keep_losses)
 
@@ -111,11 +115,11 @@ def _divisor_of_masks(labels: Sequence[Tensor]) -> float:
 
 
 def _forget_losses(model: nn.Module, _: Any) -> None:
-    _LOSSES[model.criterion] = []
+    model.criterion.kept_losses.clear()
 
 
 def _keep_losses(criterion: nn.Module, _: Any, losses: dict[str, Tensor]) -> None:
-    _LOSSES.setdefault(criterion, []).append(losses)  # which the model then weighs in place
+    criterion.kept_losses.append(losses)  # which the model then weighs in place
 
 
 def classified_masks(model: nn.Module) -> HeadLoss | None:
@@ -130,7 +134,7 @@ def classified_masks(model: nn.Module) -> HeadLoss | None:
         return _sum_of_weights(labels, queries, criterion.eos_coef)
 
     def of_classes() -> Tensor:
-        kept = (each for losses in _LOSSES[criterion] for each in losses.items())
+        kept = (each for losses in criterion.kept_losses for each in losses.items())
         return sum(loss for name, loss in kept if name.startswith(_CLASSES_OF_MASKS))
 
     def by_query(_: Any, labels: Sequence[Tensor]) -> Tensor:
@@ -138,7 +142,7 @@ def classified_masks(model: nn.Module) -> HeadLoss | None:
 
     def by_mask(outputs: Any, labels: Sequence[Tensor]) -> Tensor:
         rest = outputs.loss - of_classes()
-        _LOSSES[criterion] = []  # which hold the graph
+        criterion.kept_losses.clear()  # which hold the graph
         return rest * _divisor_of_masks(labels)
 
     return HeadLoss(
