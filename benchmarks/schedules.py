@@ -21,7 +21,7 @@ from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from plugins.hybrid_parallel.pipeline.timeline import simulate
-from shardformer.matmul import weight_grad as weight_gradients
+from shardformer.matmul import kernel
 
 RANKS, MICROBATCHES, LAYERS = 4, 4, 8
 
@@ -44,7 +44,7 @@ class Wait(torch.autograd.Function):
             return torch.zeros_like(weight)
 
         time.sleep(seconds)
-        deferred = weight_gradients._State.deferred
+        deferred = kernel._State.deferred
         if deferred is None:
             return grad, grad_weight(), None
         deferred.append((weight, grad_weight))

@@ -6,16 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardformer.compat.atorch import MultiDimParallelRandomizer as MultiDimParallelRandomizer
-    from shardformer.compat.atorch import ParallelGroups as ParallelGroups
-    from shardformer.compat.atorch import Randomizer as Randomizer
-    from shardformer.compat.atorch import create_parallel_group as create_parallel_group
-    from shardformer.compat.atorch import destroy_parallel_group as destroy_parallel_group
-    from shardformer.compat.atorch import get_randomizer as get_randomizer
-    from shardformer.compat.atorch import init_randomizer as init_randomizer
-    from shardformer.compat.atorch import parallel_group as parallel_group
-    from shardformer.compat.atorch import parallel_group_size as parallel_group_size
-    from shardformer.compat.atorch import parallel_rank as parallel_rank
+    from shardformer.distributed.atorch import MultiDimParallelRandomizer as MultiDimParallelRandomizer
+    from shardformer.distributed.atorch import ParallelGroups as ParallelGroups
+    from shardformer.distributed.atorch import Randomizer as Randomizer
+    from shardformer.distributed.atorch import create_parallel_group as create_parallel_group
+    from shardformer.distributed.atorch import destroy_parallel_group as destroy_parallel_group
+    from shardformer.distributed.atorch import get_randomizer as get_randomizer
+    from shardformer.distributed.atorch import init_randomizer as init_randomizer
+    from shardformer.distributed.atorch import parallel_group as parallel_group
+    from shardformer.distributed.atorch import parallel_group_size as parallel_group_size
+    from shardformer.distributed.atorch import parallel_rank as parallel_rank
     from shardformer.layers import ParallelModule as ParallelModule
     from shardformer.lazy import LazyInitContext as LazyInitContext
     from shardformer.lazy import record_module_init as record_module_init
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from shardformer.policies.base import SubModuleReplacementDescription as SubModuleReplacementDescription
     from shardformer.policies.registry import policy_for as policy_for
     from shardformer.policies.registry import register_policy as register_policy
-    from shardformer.policies.user.slots import Argument as Argument
-    from shardformer.policies.user.slots import Col_Layer as Col_Layer
-    from shardformer.policies.user.slots import Layer as Layer
-    from shardformer.policies.user.slots import Row_Layer as Row_Layer
-    from shardformer.policies.user.slots import SlotPolicy as SlotPolicy
-    from shardformer.policies.user.tp_info import TPInfo as TPInfo
+    from shardformer.policies.user_forms import Argument as Argument
+    from shardformer.policies.user_forms import Col_Layer as Col_Layer
+    from shardformer.policies.user_forms import Layer as Layer
+    from shardformer.policies.user_forms import Row_Layer as Row_Layer
+    from shardformer.policies.user_forms import SlotPolicy as SlotPolicy
+    from shardformer.policies.user_forms import TPInfo as TPInfo
     from shardformer.shard_config import ShardConfig as ShardConfig
     from shardformer.shard_spec import ShardSpec as ShardSpec
     from shardformer.shard_spec import spec_of as spec_of
-    from shardformer.sharder import ModelSharder as ModelSharder
+    from shardformer.shardformer import ModelSharder as ModelSharder
     from shardformer.shardformer import ShardFormer as ShardFormer
     from shardformer.shardformer import ShardModel as ShardModel
     from shardformer.stages.stage import PipelineStageManager as PipelineStageManager
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # Module -> what it exports. Imported on demand: to read a spec takes none of the policies.
 _EXPORTS = {
-    "compat.atorch": (
+    "distributed.atorch": (
         "MultiDimParallelRandomizer ParallelGroups Randomizer create_parallel_group destroy_parallel_group "
         "get_randomizer init_randomizer parallel_group parallel_group_size parallel_rank"
     ),
@@ -51,12 +51,10 @@ _EXPORTS = {
     "policies.backbone": "BackbonePolicy",
     "policies.base": "ModulePolicyDescription Policy SubModuleReplacementDescription",
     "policies.registry": "policy_for register_policy",
-    "policies.user.slots": "Argument Col_Layer Layer Row_Layer SlotPolicy",
-    "policies.user.tp_info": "TPInfo",
+    "policies.user_forms": "Argument Col_Layer Layer Row_Layer SlotPolicy TPInfo",
     "shard_config": "ShardConfig",
     "shard_spec": "ShardSpec spec_of",
-    "sharder": "ModelSharder",
-    "shardformer": "ShardFormer ShardModel",
+    "shardformer": "ModelSharder ShardFormer ShardModel",
     "stages.stage": "PipelineStageManager StageLayout",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}

@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 
 from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.distributed.blocks import blocks_of, num_parts
-from shardformer.sequence_parallel.blocked import BlockedSequence
-from shardformer.sequence_parallel.split_gather import SequenceParallel
+from shardformer.distributed.sequence_parallel import BlockedSequence, SequenceParallel
 from shardformer.shard_spec import ShardSpec
 from shardformer.stages.stage import PipelineStageManager
 
@@ -49,7 +48,7 @@ class ShardConfig:
         expert_parallel_process_group: the ranks that hold different experts and process different tokens; None if
             every rank holds all experts.
         expert_capacity_factor: an expert takes at most this multiple of an equal share of a sequence's tokens, see
-            `shardformer.expert_parallel.experts`; None for no limit.
+            `shardformer.layers.experts`; None for no limit.
         device: the device that the model will run on; None for the GPU that its parameters are on, else this process's
             GPU if the process group can use it, else the CPU.
         make_vocab_size_divisible_by: vocabularies are padded to a multiple of this value times the number of ranks.

@@ -1,20 +1,436 @@
-"""Public entry points of the sharding engine: ShardFormer and the one-call ShardModel."""
+"""ShardFormer and the one-call ShardModel; ModelSharder, which applies a policy once all of it can be applied."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardformer.attention import log_once
+from shardformer.attention.packed_documents import keep_documents_apart
+from shardformer.distributed.blocks import blocks_of
+from shardformer.distributed.sequence_parallel import SequenceParallel, gather_on_entry
 from shardformer.generation import generate_in_step
-from shardformer.layers.parallel_module import sum_partial_gradients
+from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
+from shardformer.layers.experts import check_experts, shard_experts
+from shardformer.layers.parallel_module import ParallelModule, sum_partial_gradients
+from shardformer.loss.terms import routers_are_asked
 from shardformer.peft import adapters_detached, keep_whole, model_inside, prompts_followed, prompts_on_stages
-from shardformer.policies.base import Policy
-from shardformer.policies.user.policy import SlotPolicyAdapter
+from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription, description_of
+from shardformer.policies.registry import keep_head_losses
+from shardformer.policies.resolve import policy_of
+from shardformer.policies.user_policy import SlotPolicyAdapter
 from shardformer.shard_config import ShardConfig
-from shardformer.sharder import ModelSharder, SharedParameters
+from shardformer.shard_spec import annotate
+from shardformer.stages.stage import StagePartitioner, StagePlaceholder
+from shardformer.transforms.attention_kernels import divide_layers, leave_between_layers, route_attention
+from shardformer.transforms.context_parallel import (
+    can_hide_documents,
+    can_run_by_document,
+    context_problems,
+    hide_other_documents,
+    layers_of,
+    reason_against_sharing,
+    runner_of,
+    share_sequences,
+)
+from shardformer.transforms.layout_checks import (
+    KeptLayers,
+    LayerSequence,
+    Replacement,
+    exchange_problems,
+    router_problems,
+)
+from shardformer.transforms.operator_fusion import fuse_norms, fuse_operators
+from shardformer.utils.derived_modules import carry_over, change_module
 from shardformer.utils.freed_memory import return_freed_memory
+from shardformer.utils.module_paths import alias_groups, has_module, replace_module, retie, told
+
+SharedParameters = list[dict[int, Tensor]]
+
+
+class ModelSharder:
+    """Shards one model in place.
+
+    Args:
+        model: the full model, identical on every rank.
+        shard_config: the sharding options.
+        policy: how the model family is sharded; None looks the policy up by the model's class.
+
+    Raises:
+        ValueError: no policy is known.
+    """
+
+    def __init__(self, model: nn.Module, shard_config: ShardConfig, policy: Policy | None = None) -> None:
+        self.model = model
+        self.config = shard_config
+        self.policy = policy_of(model, shard_config, policy)
+        self._is_users_policy = policy is not None
+        self.policy.set_model(model)
+        self.policy.set_shard_config(shard_config)
+        if shard_config.enable_all_optimization and self._sequence_problems():
+            # The option enables what the family supports, which here excludes sequence parallelism.
+            self.config = shard_config.without_sequence()
+            self.policy.set_shard_config(self.config)
+
+    def shard(self) -> SharedParameters:
+        """Shard the model.
+
+        Returns:
+            The parameters shared by several pipeline stages (stage -> parameter), in the same order on every rank.
+            Entries of stages that this rank does not hold are meta tensors.
+
+        Raises:
+            ValueError: the model cannot be sharded as requested; the message lists all reasons.
+        """
+        self.policy.preprocess()
+        self.check()
+        groups = alias_groups(self.model)
+        tied = [names for names in groups if len(names) > 1]
+        shared = self._names_on_several_stages(groups)
+        shares = self.config.context is not None and self._layer_sequence is None
+        positions = self.policy.position_counter() if shares else None
+        has_mixers = can_run_by_document(self.model, self.policy)
+        hides_documents = can_hide_documents(self.model, self.policy)
+        if self._cut is not None:
+            self._cut.apply()
+            self._tell_blocks()
+        self.replace_module()
+        if self._is_users_policy:
+            keep_head_losses(self.model, self.policy)
+        if positions is not None:
+            share_sequences(self.model, self.policy, self.config, positions)
+        if self._layer_sequence is not None:
+            self._divide_layers(self._layer_sequence, by_exchange=True)
+            self.model.sequence_is_cut = True
+        if has_mixers:
+            keep_documents_apart(self.model, [layer for held in self._held_layers() for layer in held])
+        if hides_documents:
+            hide_other_documents(self.model)
+        shard_experts(self.model, self.config)
+        retie(self.model, tied)
+        self._annotate_the_rest()
+        self.policy.postprocess()
+        return self._shared_parameters(shared)
+
+    def _tell_blocks(self) -> None:
+        received = self.model.stage_views.stage_input
+        received.blocks = blocks_of(self.config.group) if self.config.tensor_parallel_size > 1 else None
+        received.head_inputs = {name for each in self.policy.stages.chain for name in each.head_inputs}
+
+    def check(self) -> None:
+        """Check the policy against the full model before anything is changed.
+
+        Raises:
+            ValueError: the model cannot be sharded as requested; the message lists all reasons.
+        """
+        problems = [*self.policy.check(), *self._check_towers()]
+        for part in self.policy.parts:
+            if routers_are_asked(part.model, {}):
+                problems += router_problems(part.model, self.config)
+        if self.config.stage_manager.num_stages > 1:
+            problems += self._check_stages()
+        if self.config.tensor_parallel_size > 1:
+            problems += self._check_table()
+        if not problems:
+            problems += self.kept.problems(self.model)
+        for part in self.policy.parts if self.config.uses_ulysses else ():
+            problems += exchange_problems(part.model, part, self.config)
+        if self.config.context is not None:
+            problems += context_problems(self.model, self.policy, self.config)
+        if self.config.sequence is not None or self._layer_sequence is not None:
+            problems += self._check_places()
+        problems += check_experts(self.model, self.config)
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def _check_towers(self) -> list[str]:
+        layout = self.policy.stages
+        if self.config.sequence is None or layout is None or layout.next_layers is None or self.policy.splits_towers:
+            return []
+        return [
+            f"enable_sequence_parallelism=True is not supported for the several layer lists of "
+            f"{type(self.model).__name__}; use enable_sequence_parallelism=False"
+        ]
+
+    def _sequence_problems(self) -> list[str]:
+        """Return the reasons why the family does not support sequence parallelism."""
+        return [
+            problem for problem in (*self.policy.check(), *self._check_towers()) if "sequence_parallelism" in problem
+        ]
+
+    def replace_module(self) -> None:
+        """Replace sub-modules and attributes as the policy's table specifies."""
+        fusions = 0
+        self.kept.tell(type(self.model).__name__)
+        for _, module, description in self.described():
+            self._apply(module, description)
+            fusions += len(description.fusions)
+        if self.config.enable_fused_normalization and not self.policy.names_norms:
+            fuse_norms(self.model)
+        if self.config.enable_jit_fused:
+            fusions += fuse_operators(self.model, self._device.type)
+        self._tell_what_stays(fusions)
+        exchanged = self.config.sequence if self.config.uses_ulysses else self._layer_sequence
+        route_attention(self.model, self.policy, self.config, self._held_layers, exchanged, self._device)
+        if self.config.sequence is not None:
+            self._divide_layers(self.config.sequence, self.config.uses_ulysses)
+            self.model.sequence_is_cut = self.config.cuts_sequence
+            self.model.heads_are_exchanged = self.config.uses_ulysses
+
+    def _divide_layers(self, region: SequenceParallel, by_exchange: bool) -> None:
+        divide_layers(self.model, self._held_layers(), region, by_exchange)
+        names, held = self.policy.stages.inputs_between, self._held_layers()
+        if names:
+            runner, layers = runner_of(self.model, self.policy), layers_of(self.model, self.policy)
+            leave_between_layers(runner, names, layers, held, region)
+
+    def _tell_what_stays(self, fusions: int) -> None:
+        """Log the options that have no effect on this model, so that they are not ignored silently."""
+        name = type(self.model).__name__
+        if self.config.enable_jit_fused and not fusions:
+            worth = " with a gain on a GPU" if self._device.type == "cuda" else ""
+            log_once(name, f"keeps its own operators: its forwards have none of those that can be fused{worth}")
+        fused = any(isinstance(module, FusedLayerNorm | FusedRMSNorm) for module in self.model.modules())
+        if self.config.enable_fused_normalization and not fused:
+            log_once(name, "keeps its own norms: its policy names none to fuse")
+
+    @property
+    def _device(self) -> torch.device:
+        """The device that the model will run on."""
+        return self.config.device_of(next(self.model.parameters(), torch.empty(0)))
+
+    @cached_property
+    def _layer_sequence(self) -> LayerSequence | None:
+        """What context-parallel ranks share, if it is not the inputs. First accessed before the model is changed."""
+        context = self.config.context
+        if context is None or reason_against_sharing(self.model, self.policy) is None:
+            return None
+        return LayerSequence(context.group)
+
+    @cached_property
+    def _cut(self) -> StagePartitioner | None:
+        """The pipeline partitioner; None without a pipeline. First accessed before the model is changed."""
+        if self.config.stage_manager.num_stages == 1:
+            return None
+        return StagePartitioner(self.model, self.policy.base_path, self.policy.stages, self.config.stage_manager)
+
+    @cached_property
+    def table(self) -> Mapping[str, ModulePolicyDescription]:
+        """The policy's table, by class names."""
+        table = self.policy.module_policy()
+        return {key if isinstance(key, str) else key.__name__: description for key, description in table.items()}
+
+    def described(self) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
+        """Yield the modules that the table describes: path, module, description."""
+        for path, module in list(self.model.named_modules()):
+            if isinstance(module, StagePlaceholder):
+                continue
+            if (description := description_of(self.table, path, module)) is not None:
+                yield path, module, description
+
+    def _apply(self, module: nn.Module, description: ModulePolicyDescription) -> None:
+        if self.config.tensor_parallel_size > 1:
+            for name, value in description.attribute_replacement.items():
+                setattr(module, name, value)
+        for change in description.param_replacement:
+            module = change_module(self.model, module, change)
+        for name, function in description.method_replacement.items():
+            setattr(module, name, function.__get__(module))
+        readers: dict[str, list[nn.Module]] = {}
+        for replacement in description.sub_module_replacement:
+            native = module.get_submodule(replacement.suffix) if has_module(module, replacement.suffix) else None
+            new = None if native is None or isinstance(native, StagePlaceholder) else self._replace(module, replacement)
+            if replacement.reads is not None and new is not None:
+                readers.setdefault(replacement.reads, []).append(new)
+        for layers in readers.values():
+            if len(layers) > 1:
+                SharedInput(layers)
+        for fuse in description.fusions if self.config.enable_jit_fused else ():
+            if not any(isinstance(child, StagePlaceholder) for child in module.children()):
+                module = change_module(self.model, module, fuse)
+        if description.gathers_sequence:
+            self._gather_on_entry(module)
+
+    def _gather_on_entry(self, module: nn.Module) -> None:
+        if self.config.sequence is not None and not self.config.uses_ulysses:
+            gather_on_entry(module, self.config.sequence, self.config.enable_sequence_overlap)
+
+    def _replace(self, module: nn.Module, replacement: SubModuleReplacementDescription) -> nn.Module | None:
+        native = module.get_submodule(replacement.suffix)
+        target, new, options = self._target_of(replacement), None, replacement.kwargs or {}
+        stays_whole = target is None and self.config.uses_ulysses and _cuts_layer(replacement)
+        if target is not None and native in self.kept:
+            target.keep_whole(native, self.config.group, **options)
+        elif target is not None:
+            new = target.from_native_module(native, self.config.group, **options)
+            carry_over(native, new)
+            replace_module(module, replacement.suffix, new)
+        if replacement.gathers_sequence:
+            self._gather_on_entry(new or native)
+        if replacement.partial_gradient or stays_whole:
+            for parameter in (new or native).parameters():
+                annotate(parameter, self.config.replicated_spec(parameter), self.config.group)
+        return new
+
+    def _target_of(self, replacement: SubModuleReplacementDescription) -> type[ParallelModule] | None:
+        """Return the class that replaces a sub-module under this configuration; None if the sub-module stays."""
+        target = replacement.target_module
+        if target is None or (self.config.uses_ulysses and target.shards_layer):
+            return None
+        return target if self.config.tensor_parallel_size > 1 or not target.needs_axis else None
+
+    @cached_property
+    def kept(self) -> KeptLayers:
+        """The layers that the user has customized. First accessed before the model is changed."""
+        found = [
+            Replacement(path, native, target, replacement.kwargs or {})
+            for path, native, replacement in self.sub_modules()
+            if (target := self._target_of(replacement)) is not None
+        ]
+        return KeptLayers(found, self.config)
+
+    def sub_modules(self) -> Iterator[tuple[str, nn.Module, SubModuleReplacementDescription]]:
+        """Yield the sub-modules that the table names and the model has: path, module, description."""
+        for path, module, description in self.described():
+            for replacement in description.sub_module_replacement:
+                if has_module(module, replacement.suffix):
+                    native = module.get_submodule(replacement.suffix)
+                    yield f"{path}.{replacement.suffix}".lstrip("."), native, replacement
+
+    def _annotate_the_rest(self) -> None:
+        for parameter in self.model.parameters():
+            if getattr(parameter, "shard_spec", None) is None:
+                annotate(parameter, self.config.replicated_spec(parameter))
+
+    # ----- checks -----
+
+    def _check_stages(self) -> list[str]:
+        layout = self.policy.stages
+        if layout is None:
+            return [f"{type(self.model).__name__} cannot be cut into pipeline stages; use pp_size=1"]
+        try:
+            missing = self._cut.unassigned()
+        except ValueError as error:
+            return [str(error)]
+        return (
+            [f"modules {missing} are neither first, last nor on every stage in the family's StageLayout"]
+            if missing
+            else []
+        )
+
+    def _check_table(self) -> list[str]:
+        problems, claimed = [], set()
+        for path, module, description in self.described():
+            if description.param_replacement:
+                claimed.add(path)
+            for replacement in description.sub_module_replacement:
+                claimed.add(f"{path}.{replacement.suffix}".lstrip("."))
+                if not replacement.ignore_if_not_exist and not has_module(module, replacement.suffix):
+                    names = [name for name, _ in module.named_modules() if name]
+                    near = difflib.get_close_matches(replacement.suffix, names, n=3) or names[:5]
+                    problems.append(
+                        f"{type(module).__name__} has no sub-module '{replacement.suffix}'; the nearest are {near}"
+                    )
+        if self.policy.replicate_unlisted:
+            return problems
+        kept = self.kept.paths
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        done = {modules[path] for path in claimed if path in modules}  # an object may have several paths
+        unclaimed = [
+            path
+            for path in self._layer_modules_with_parameters()
+            if modules[path] not in done and not any(path.startswith(f"{each}.") for each in kept)
+        ]
+        if unclaimed:
+            problems.append(
+                f"{type(self.policy).__name__} says nothing about {told(self.model, unclaimed)}, so that tensor "
+                "parallelism cannot tell what they see; use tp_size=1 (dp or pp), sharding_dim=-1, which cuts each "
+                "linear layer by itself, or name them in a TPInfo or a custom_policy"
+            )
+        return problems
+
+    def _check_places(self) -> list[str]:
+        """Return what is shared by hand between places that see parts of sequences and places that see whole ones."""
+        way_out = "leave out enable_sequence_parallelism" if self.config.sequence is not None else "use cp_size=1"
+        first: dict[nn.Module, str] = {}
+        for path in self.policy.layer_lists:
+            for index, layer in self.model.get_submodule(path)._modules.items():
+                if first.setdefault(layer, f"{path}.{index}") != f"{path}.{index}":
+                    return [
+                        f"{first[layer]} and {path}.{index} are one object, which would cut its sequences twice; "
+                        f"{way_out}, or make them two layers with the same parameters"
+                    ]
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        for parameter in self._of_parts():
+            inside = [any(name.startswith(f"{path}.") for path in self.policy.layer_lists) for name in names[parameter]]
+            if not all(inside) and any(inside):
+                pair = names[parameter][inside.index(True)], names[parameter][inside.index(False)]
+                return [
+                    f"{pair[0]}, of which a rank sees a part of each sequence, is also {pair[1]}, which sees whole "
+                    f"sequences; {way_out}, or give each a parameter of its own"
+                ]
+        return []
+
+    def _of_parts(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters inside the layers whose gradients are of a part of each sequence."""
+        if self.config.uses_ulysses or self._layer_sequence is not None:
+            for path in self.policy.layer_lists:
+                yield from self.model.get_submodule(path).parameters()
+        else:
+            for _, native, replacement in self.sub_modules():
+                if replacement.partial_gradient:
+                    yield from native.parameters()
+
+    def _layer_modules_with_parameters(self) -> list[str]:
+        """Return the paths of modules inside the layers that have parameters of their own."""
+        return [
+            f"{path}.{index}.{inner}".rstrip(".")
+            for path in self.policy.layer_lists
+            for index, layer in self.model.get_submodule(path).named_children()
+            for inner, module in layer.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+        ]
+
+    # ----- stages and tied parameters -----
+
+    def _held_layers(self) -> list[list[nn.Module]]:
+        """Return the layers that run consecutively on this rank, one list per layer list and stage."""
+        is_cut = self._cut is not None
+        found = self._cut.held_layers() if is_cut else []
+        for part in self.policy.parts[is_cut:]:
+            found += [list(part.model.get_submodule(path)) for path in part.layer_lists]
+        return found
+
+    def _names_on_several_stages(self, groups: list[list[str]]) -> list[tuple[list[str], list[int]]]:
+        """Return parameters (all names of each) held by several stages, with these stages.
+
+        Must be called before the model is partitioned.
+        """
+        if self._cut is None:
+            return []
+        holders = [(names, sorted(set.union(*map(self._cut.holders, names)))) for names in groups]
+        return [(names, stages) for names, stages in holders if len(stages) > 1]
+
+    def _shared_parameters(self, shared: list[tuple[list[str], list[int]]]) -> SharedParameters:
+        here = self.config.stage_manager.held
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        result = []
+        for names, stages in shared:
+            local = next((parameters[name] for name in names if name in parameters), None)
+            result.append({stage: local if stage in here else torch.empty(0, device="meta") for stage in stages})
+        return result
+
+
+def _cuts_layer(replacement: SubModuleReplacementDescription) -> bool:
+    return replacement.target_module is not None and replacement.target_module.shards_layer
 
 
 class ShardFormer:

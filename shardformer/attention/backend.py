@@ -1,21 +1,31 @@
-"""AttentionBackend: what this package has to know of a kernel; and those that transformers calls itself.
+"""Attention backends: what this package has to know of a kernel, the kernels, and the choice among them for a model.
 
-They are flash-attn 2 and 3, and torch's SDPA, which chooses among its flash, cuDNN, memory-efficient and plain kernels;
-only the plain one is logged. SDPA gets padding, causal, windowed and cross-attention masks, ALiBi and relative biases
-as transformers builds them. Grouped heads are repeated only if a mask keeps its kernels from taking them.
+transformers calls flash-attn 2 and 3 itself, and torch's SDPA, which chooses among its flash, cuDNN, memory-efficient
+and plain kernels; only the plain one is logged. SDPA gets padding, causal, windowed and cross-attention masks, ALiBi
+and relative biases as transformers builds them. Grouped heads are repeated only if a mask keeps its kernels from them.
+
+torch's own flash kernel for sequences of any lengths in one row (`torch.nn.attention.varlen`) runs where a pass says
+which documents its rows hold, and then sees no pair of tokens of two documents. Everything else (padding, caches, rows
+of one document) runs through SDPA with the masks of SDPA.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.matmul.kernel import autocast
 from shardformer.utils.untraced import constant_in_graphs
 
 HALF = (torch.float16, torch.bfloat16)
@@ -25,7 +35,7 @@ FLASH_4_HEADS = (64, 96, 128)
 LARGEST_HEAD = 256
 SDPA = "sdpa_fast"  # transformers' SDPA, plus a check of which kernel it gets
 
-_log = logging.getLogger("shardformer.attention.backends")
+_log = logging.getLogger("shardformer.attention.backend")
 
 Capability = tuple[int, int]
 
@@ -156,7 +166,7 @@ def flash_limits(name: str, needs: AttentionNeeds) -> str:
     return ""
 
 
-def _not_usable(name: str) -> str:
+def _flash_not_usable(name: str) -> str:
     """Ask transformers, which otherwise looks for the kernel on the hub in the first forward pass."""
     from transformers import utils
 
@@ -169,7 +179,7 @@ def _not_usable(name: str) -> str:
 
 
 def _flash(name: str, package: str, distribution: str = "") -> AttentionBackend:
-    limits, not_usable = partial(flash_limits, name), partial(_not_usable, name)
+    limits, not_usable = partial(flash_limits, name), partial(_flash_not_usable, name)
     return AttentionBackend(
         name=name,
         package=package,
@@ -239,3 +249,312 @@ def slow_inputs(
 SDPA_FAST = AttentionBackend(
     name="sdpa", entry=SDPA, kernel=sdpa_without_slow_kernels, masks="sdpa", is_automatic=True, is_like_sdpa=True
 )
+
+
+VARLEN = "flash_varlen"  # models ask by the name whether a kernel is told of documents, as flash-attn is
+
+
+class MaskIfRead:
+    """A mask for SDPA, [batch, 1, seq, seq], that is made by the first layer that reads it.
+
+    Args:
+        make: returns the mask.
+    """
+
+    def __init__(self, make: Callable[[], Tensor | None]) -> None:
+        self._make = make
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """The mask; None if SDPA needs none."""
+        return self._make()
+
+
+def varlen_masks(*args: Any, **given: Any) -> Any:
+    """Return the masks of SDPA, those that hide more than later tokens without making them."""
+    from transformers.masking_utils import (
+        ALL_MASK_ATTENTION_FUNCTIONS,
+        bidirectional_mask_function,
+        causal_mask_function,
+    )
+
+    make = partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], *args, **given)
+    is_plain = given.get("mask_function") in (None, causal_mask_function, bidirectional_mask_function)
+    is_whole = given.get("attention_mask") is None and given.get("q_length") == given.get("kv_length")
+    return make() if args or is_plain or not is_whole else MaskIfRead(make)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | MaskIfRead | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend within the documents of rows; query, key, value: [batch, heads, seq, head_dim].
+
+    Args:
+        cu_seq_lens_q, cu_seq_lens_k: where documents start in all rows, one behind the other; None for no documents.
+        max_length_q, max_length_k: tokens of the longest.
+
+    Returns:
+        [batch, seq, heads, head_dim], None.
+
+    Raises:
+        TypeError: there are documents, and the kernel cannot run.
+    """
+    if cu_seq_lens_q is None:
+        mask = attention_mask.mask if isinstance(attention_mask, MaskIfRead) else attention_mask
+        return sdpa_without_slow_kernels(
+            module, query, key, value, mask, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    query, key, value = autocast(query, key, value)
+    dtype, size = value.dtype, value.shape[-1]
+    if dtype not in HALF or kwargs.get("dropout"):
+        raise TypeError(
+            f"{type(module).__name__} has packed documents in {dtype}, with dropout {kwargs.get('dropout', 0.0)}, and "
+            f"{VARLEN} takes them in 16 bit, without dropout; use enable_flash_attention='sdpa'"
+        )
+    if size != query.shape[-1]:  # latent attention (MLA) has smaller values
+        value = F.pad(value, (0, query.shape[-1] - size))
+    if not _takes_groups():
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    tokens = (x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (query, key, value))  # [all tokens, heads, head_dim]
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    before = -1 if sliding_window is None else sliding_window - 1
+    window = (before, 0 if causal else before)
+    borders = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    options = {"scale": scaling, "window_size": window, **({"enable_gqa": True} if _takes_groups() else {})}
+    found = torch.nn.attention.varlen.varlen_attn(*tokens, *borders, **options)
+    return found.unflatten(0, (len(query), -1)).narrow(-1, 0, size), None
+
+
+@cache
+def _takes_groups() -> bool:
+    """Return whether this torch's kernel takes fewer key/value heads than heads; 2.11 asks for equal numbers."""
+    import torch.nn.attention.varlen
+
+    return "enable_gqa" in inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
+
+
+def _varlen_limits(needs: AttentionNeeds) -> str:
+    if needs.soft_caps:
+        return "cannot cap attention scores, which the model needs"
+    if not needs.takes_arguments:
+        return "is told of documents by arguments, which the model does not hand on"
+    return flash_limits(VARLEN, needs)
+
+
+def _varlen_not_usable() -> str:
+    is_lacking = torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available()
+    return "needs a build of torch with flash kernels" if is_lacking else ""
+
+
+FLASH_VARLEN = AttentionBackend(
+    name=VARLEN,
+    package="torch.nn.attention.varlen",
+    limits=_varlen_limits,
+    not_usable=_varlen_not_usable,
+    kernel=varlen_attention,
+    masks=varlen_masks,
+    is_automatic=True,
+    is_like_sdpa=True,
+)
+
+
+_BYTES_OF_LOAD = 16  # what one vector load of the CUTLASS kernels reads
+_ALIGNED_KEYS = 8  # xformers reads a bias in vectors of up to 8 numbers: its rows must start at multiples of them
+
+
+def xformers_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Run xformers' memory-efficient attention; query, key, value: [batch, heads, seq, head_dim].
+
+    Masks are those that transformers makes for SDPA. The output is [batch, seq, heads, head_dim].
+    """
+    from xformers.ops import LowerTriangularMask, memory_efficient_attention
+
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    masks = [mask for mask in (attention_mask, kwargs.get("position_bias")) if mask is not None]
+    bias: Any = LowerTriangularMask() if attention_mask is None and causal and query.shape[2] > 1 else None
+    if masks and bias is not None:  # xformers takes a bias or a pattern, not both
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        masks.append(seen[None, None])
+    if masks:
+        bias = _aligned(sum(_additive(mask, query.dtype) for mask in masks), query, key)
+    heads_last = [x.transpose(1, 2) for x in (query, key, value)]
+    return memory_efficient_attention(*heads_last, attn_bias=bias, p=dropout, scale=scaling), None
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a mask or bias to an additive one in `dtype`."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return mask.to(dtype)
+
+
+def _aligned(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return `bias` as [batch, heads, queries, keys], in rows of which each starts at a multiple of 8 numbers."""
+    keys = key.shape[2]
+    rows = F.pad(bias, (0, -keys % _ALIGNED_KEYS)).contiguous()[..., :keys]
+    return rows.expand(*query.shape[:3], keys)
+
+
+def _xformers_limits(needs: AttentionNeeds) -> str:
+    if needs.device != "cuda" or needs.dtype not in (*HALF, torch.float32):
+        return f"runs on GPUs in fp32, fp16 or bf16, not on {needs.device} in {needs.dtype}"
+    if needs.dtype == torch.bfloat16 and needs.capability is not None and needs.capability < AMPERE:
+        return f"needs a GPU of compute capability 8.0 (Ampere) or more for bf16, not {needs.gpu}"
+    step = _BYTES_OF_LOAD // needs.dtype.itemsize
+    for size in needs.head_dims:
+        if size % step:
+            return f"takes head sizes that {step} divides in {needs.dtype}, not {size}"
+    return ""
+
+
+def _xformers_not_usable() -> str:
+    """Ask xformers, whose Python part can be imported without its kernels."""
+    from xformers.ops.fmha import cutlass
+
+    lacks = "has no kernels that load here (built for another torch or Python, or for CPUs)"
+    return "" if cutlass.FwOp.is_available() else f"{lacks}; install a build for torch {torch.__version__}"
+
+
+XFORMERS = AttentionBackend(
+    name="xformers",
+    package="xformers",
+    limits=_xformers_limits,
+    not_usable=_xformers_not_usable,
+    kernel=xformers_attention,
+    masks="sdpa",
+    is_like_sdpa=True,
+)
+
+
+# The first that is there and serves the model is the fastest; SDPA serves all that have a path for it.
+_FLASH = (FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_2, FLASH_VARLEN)
+BACKENDS: tuple[AttentionBackend, ...] = (*_FLASH, XFORMERS, SDPA_FAST)
+NAMES = tuple(backend.name for backend in BACKENDS)
+_BY_NAME = {backend.name: backend for backend in BACKENDS}
+_BY_ENTRY = {backend.entry or backend.name: backend for backend in BACKENDS}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The attention kernel of a model.
+
+    Attributes:
+        implementation: name in the attention registry; None to keep the model's own.
+        reason: why no faster backend was chosen, for the log; empty if there is no reason to log.
+    """
+
+    implementation: str | None
+    reason: str = ""
+
+
+def backend_of(entry: str) -> AttentionBackend | None:
+    """Return the backend with a name in the attention registry; None if it is a kernel of transformers alone."""
+    return _BY_ENTRY.get(entry)
+
+
+def is_installed(name: str) -> bool:
+    """Return whether the package of a backend is installed; torch always is."""
+    backend = _BY_NAME[name]
+    if backend.distribution and not list(importlib.metadata.Distribution.discover(name=backend.distribution)):
+        return False
+    return importlib.util.find_spec(backend.package) is not None
+
+
+def reason_not_usable(name: str) -> str:
+    """Return why the installed package of a backend cannot be used, as the rest of a sentence; empty if it can."""
+    backend = _BY_NAME[name]
+    try:
+        importlib.import_module(backend.package)
+    except (ImportError, OSError) as error:  # built for another torch or CUDA: undefined symbols, missing libraries
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"cannot be imported ({first_line}); install a build for torch {torch.__version__}"
+    return backend.not_usable()
+
+
+def choose_backend(
+    request: bool | str,
+    needs: AttentionNeeds,
+    installed: Callable[[str], bool] = is_installed,
+    not_usable: Callable[[str], str] = reason_not_usable,
+) -> Choice:
+    """Choose the attention backend of a model.
+
+    Args:
+        request: True for the fastest backend that fits, or the name of one.
+        needs: what the model needs.
+        installed: name -> whether its package is installed.
+        not_usable: name -> why the installed package cannot be used; empty if it can.
+
+    Raises:
+        ValueError: the named backend is unknown, not installed, or cannot do what the model needs.
+    """
+    if isinstance(request, str):
+        _check_named(request, needs, installed, not_usable)
+        return Choice(_BY_NAME[request].entry or request)
+    passed_over = []
+    for backend in BACKENDS if needs.device == "cuda" else ():
+        if not backend.is_automatic or backend is SDPA_FAST or not installed(backend.name):
+            continue
+        reason = backend.limits(needs) or not_usable(backend.name)
+        if not reason:
+            return Choice(backend.name, "; ".join(passed_over))
+        if backend.is_optional:  # it was installed to be used
+            passed_over.append(f"{backend.name} {reason}")
+    if needs.soft_caps:
+        capped = "its attention scores are soft-capped, which only flash-attn and its own code do"
+        return Choice(None, "; ".join([capped, *passed_over]))
+    if not needs.supports_sdpa:
+        return Choice(None, "; ".join(["transformers has no SDPA path for it", *passed_over]))
+    return Choice(SDPA_FAST.entry, "; ".join(passed_over))
+
+
+def _check_named(
+    name: str, needs: AttentionNeeds, installed: Callable[[str], bool], not_usable: Callable[[str], str]
+) -> None:
+    wanted = f"enable_flash_attention='{name}'"
+    if name not in NAMES:
+        raise ValueError(f"{wanted} is not an attention backend; use True, False or one of {', '.join(NAMES)}")
+    backend = _BY_NAME[name]
+    if not installed(name):
+        raise ValueError(f"{wanted} needs the package {backend.package}, which is not installed; use True or 'sdpa'")
+    if reason := backend.limits(needs) or not_usable(name):
+        raise ValueError(f"{wanted} {reason}; use True or 'sdpa'")
+    if needs.soft_caps and backend.is_like_sdpa:
+        raise ValueError(f"{wanted} cannot cap attention scores, which the model needs; use True or False")
+    if not needs.supports_sdpa and backend.is_like_sdpa:  # attention sinks, which SDPA would ignore
+        raise ValueError(f"{wanted} cannot do what the model's attention needs; use True or False")
+
+
+def keeps_scores(implementation: str, query: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> bool:
+    """Return whether the named kernel keeps scores [batch, heads, seq, seq] for its backward pass on such inputs."""
+    if implementation in ("sdpa", SDPA_FAST.entry):
+        return bool(slow_inputs(query, attention_mask, **kwargs))
+    return (
+        backend_of(implementation) is None
+        and not implementation.startswith(("context_", "flex"))
+        and ("flash" not in implementation)
+    )

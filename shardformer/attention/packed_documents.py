@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from shardformer.sequence_parallel.split_gather import first_output
+from shardformer.distributed.sequence_parallel import first_output
 from shardformer.utils.derived_modules import derive, replace_modules
 from shardformer.utils.module_paths import cache_name
 from shardformer.utils.source import names_read_by, syntax_of

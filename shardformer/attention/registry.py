@@ -20,10 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.attention.backend import FLASH_2, FLASH_3, SDPA, AttentionNeeds, capability_of, log_once
-from shardformer.attention.backends import backend_of, choose_backend, keeps_scores
+from shardformer.attention.backend import (
+    FLASH_2,
+    FLASH_3,
+    SDPA,
+    AttentionNeeds,
+    backend_of,
+    capability_of,
+    choose_backend,
+    keeps_scores,
+    log_once,
+)
 from shardformer.distributed.random import in_parallel_region
-from shardformer.sequence_parallel.ulysses import UlyssesAllToAll
+from shardformer.distributed.sequence_parallel import UlyssesAllToAll
 
 PARAMETER = "sinks"
 _ARGUMENT = "s_aux"

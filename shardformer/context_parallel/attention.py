@@ -24,9 +24,8 @@ from shardformer.attention.registry import kernel_named, masks_of, routed_module
 from shardformer.context_parallel.ring import Block, Softmax, repeated, ring_attention
 from shardformer.context_parallel.zigzag import ContextParallelPass, ZigzagSharding
 from shardformer.distributed.collectives import all_to_all
-from shardformer.matmul.weight_grad import autocast
-from shardformer.sequence_parallel.split_gather import first_output
-from shardformer.sequence_parallel.ulysses import repeated_for
+from shardformer.distributed.sequence_parallel import first_output, repeated_for
+from shardformer.matmul.kernel import autocast
 
 PREFIX = "context_"
 RING, ALL_TO_ALL = "ring_attn", "all_to_all"

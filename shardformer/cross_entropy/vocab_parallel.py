@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.cross_entropy import chunking
-from shardformer.cross_entropy.deferred_logits import DeferredLogits
+from shardformer.cross_entropy.fused_linear import DeferredLogits
 from shardformer.distributed.blocks import BlockedTensor, blocks_of, sum_over_blocks
 from shardformer.distributed.collectives import reduce_from_region
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from shardformer.distributed.blocks import blocks_of, num_parts, split_parameter
 from shardformer.distributed.collectives import reduce_from_region
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.matmul.weight_grad import embedding
+from shardformer.matmul.kernel import embedding
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple, shard_parameter
 
 

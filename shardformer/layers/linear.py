@@ -25,13 +25,11 @@ from shardformer.distributed.collectives import (
     split_features,
 )
 from shardformer.distributed.process_groups import LOCAL, ProcessGroups, new_group
+from shardformer.distributed.sequence_parallel import PendingGather, SequenceParallel, first_input
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.matmul.blocked import Blocked
-from shardformer.matmul.kernel import LinearKernel
-from shardformer.matmul.native import NATIVE, MatmulLayer, is_transposed
+from shardformer.matmul.kernel import LinearKernel, autocast
+from shardformer.matmul.native import NATIVE, Blocked, MatmulLayer, is_transposed
 from shardformer.matmul.quantised import KINDS
-from shardformer.matmul.weight_grad import autocast
-from shardformer.sequence_parallel.split_gather import PendingGather, SequenceParallel, first_input
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, parameter_like, shard_parameter
 from shardformer.utils.untraced import call_through
 

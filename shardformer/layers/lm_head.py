@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardformer.cross_entropy.deferred_logits import LMHeadCall, defer_logits
+from shardformer.cross_entropy.fused_linear import LMHeadCall, defer_logits
 from shardformer.layers.linear import ColumnParallelLinear, column_layer
 from shardformer.layers.replicated_linear import Linear
 from shardformer.matmul.native import Native

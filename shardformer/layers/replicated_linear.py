@@ -1,16 +1,16 @@
 """Linear layers and embeddings with whole weights, which replace those of torch and transformers.
 
 Products of a linear layer can run in FP8 and its weight gradients can be deferred. The weight gradients of both kinds
-can be written directly to gradient buffers (`matmul/weight_grad.py`).
+can be written directly to gradient buffers (`matmul/kernel.py`).
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+from shardformer.matmul.kernel import WeightGradStore, embedding
 from shardformer.matmul.native import MatmulLayer
 from shardformer.matmul.quantised import is_quantised
-from shardformer.matmul.weight_grad import WeightGradStore, embedding
 from shardformer.utils.derived_modules import derive, replace_modules
 
 

@@ -1,9 +1,10 @@
 """Lazy initialization: build a model without values, shard it, then load only the values of this rank's shards."""
 
-from shardformer.lazy.init_log import RecordedValues, is_recorded
 from shardformer.lazy.materialize import (
+    RecordedValues,
     WeightReader,
     empty_copy,
+    is_recorded,
     materialize,
     read_values,
     set_weight_reader,

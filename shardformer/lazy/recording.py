@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardformer.lazy.init_log import InitLog, RecordedValues, StorageView, remember, undisturbed
+from shardformer.lazy.materialize import InitLog, RecordedValues, StorageView, remember, undisturbed
 from shardformer.lazy.weight_files import (
     WeightFileError,
     has_bin_files,

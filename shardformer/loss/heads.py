@@ -25,8 +25,7 @@ from shardformer.loss.perception import (
     mean_of_samples,
     segmentation,
 )
-from shardformer.loss.routers import routers_are_asked
-from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
+from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm, routers_are_asked
 from shardformer.loss.text import (
     causal_lm,
     conditional_generation,

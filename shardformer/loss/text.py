@@ -13,12 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.cross_entropy.deferred_logits import loss_of
+from shardformer.cross_entropy.fused_linear import loss_of
 from shardformer.cross_entropy.vocab_parallel import cross_entropy_of_tokens, cross_entropy_sum
 from shardformer.layers.embedding import check_indices
 from shardformer.layers.lm_head import parallel_heads
-from shardformer.loss.routers import router_loss_of
-from shardformer.loss.terms import DIVISOR, IGNORE_INDEX, IGNORED, LOSS_KEYWORDS, SHIFTED, Batch, HeadLoss, LossTerm
+from shardformer.loss.terms import (
+    DIVISOR,
+    IGNORE_INDEX,
+    IGNORED,
+    LOSS_KEYWORDS,
+    SHIFTED,
+    Batch,
+    HeadLoss,
+    LossTerm,
+    router_loss_of,
+)
 from shardformer.utils.module_paths import remembered
 from shardformer.utils.source import uses
 

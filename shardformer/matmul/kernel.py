@@ -1,14 +1,20 @@
-"""LinearKernel: how a linear layer keeps its weight, cuts it over ranks, and multiplies by it.
+"""LinearKernel: how a linear layer keeps its weight, cuts it over ranks, and multiplies by it; and weight gradients.
 
 Each linear layer has a kernel (`MatmulLayer.kernel`); `KERNELS` in `layers/linear.py` lists those that a native layer
 calls for, and the option `precision="fp8"` replaces the native one. A kernel says where a weight may be cut and makes
 the shard; the column- and row-parallel layers bring the collectives.
+
+The backward pass does not depend on weight gradients of linear layers, so zero-bubble pipelines (Qi et al., arXiv
+2401.10241) first compute and send the gradients of activations, and compute weight gradients in the pipeline bubbles.
+If gradients are collected in one buffer, a product or lookup can write, or add, there directly, which saves a copy.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.shard_spec import ShardSpec
+from shardformer.utils.untraced import untraced
 
 
 class LinearKernel(ABC):
@@ -102,3 +109,208 @@ class Products:
 def no_view(x: Tensor) -> Tensor:
     """Return `x`, in the same memory, as a tensor that is not a view: allows in-place operators on a node's output."""
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast tensors as the operators on autocast's list cast their inputs; fp64 and disabled autocast change nothing.
+
+    The casts are part of the autograd graph. All `tensors` are on the device of the first.
+    """
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None:
+        return tensors
+    return tuple(each.to(dtype) if each is not None and _is_eligible(each) else each for each in tensors)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast on a device; None if it is disabled."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _is_eligible(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+_NATIVE = Products()
+# (parameter, function that computes its gradient)
+DeferredWeightGrads = list[tuple[nn.Parameter, Callable[[], Tensor]]]
+# Called just before the product, with the product's dtype. Returns memory in the parameter's shape and whether to add
+# to its contents; or None. The provider then finds that memory in `parameter.grad`, unless autograd had to accumulate
+# gradients from other uses of the parameter.
+GradBuffer = Callable[[torch.dtype], tuple[Tensor, bool] | None]
+
+
+class WeightGradStore:
+    """Says which passes through one model may split their backward, and collects the weight gradients of first halves.
+
+    Attributes:
+        splits: whether such a pass runs.
+        deferred: the list that the first half of a backward pass appends to; None outside of a first half.
+    """
+
+    def __init__(self) -> None:
+        self.splits = False
+        self.deferred: DeferredWeightGrads | None = None
+
+    @contextmanager
+    def split_backward(self, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
+        """Run a forward pass whose backward may be split; given a list, run the first half, which appends the rest.
+
+        Recomputation runs forward passes inside the first half.
+        """
+        before = self.splits, self.deferred
+        self.splits, self.deferred = True, deferred
+        try:
+            yield
+        finally:
+            self.splits, self.deferred = before
+
+
+def run_deferred(deferred: DeferredWeightGrads) -> None:
+    """Run the second half: compute the deferred gradients and accumulate them in the parameters, hooks included."""
+    for parameter, compute in deferred:
+        with torch.no_grad():
+            gradient = compute()
+        torch.autograd.backward(parameter, gradient)
+    deferred.clear()
+
+
+def weight_gradient(
+    weight: Tensor, flat_grad: Tensor, flat_x: Tensor, backend: Products, store: WeightGradStore | None
+) -> Tensor | None:
+    """Compute the gradient of `weight` in y = x W^T; in the first half of a split backward, defer it and return None.
+
+    Args:
+        weight: [out, in]; a parameter, or the transpose of one.
+        flat_grad: gradient of the output, [tokens, out].
+        flat_x: the input, [tokens, in].
+        backend, store: those of the layer.
+    """
+    parameter = weight if weight.is_leaf else _transposed(weight)
+    if parameter is None:
+        return backend.grad_weight(flat_grad, flat_x)
+    is_transposed = parameter is not weight
+    if store is not None and store.deferred is not None:
+        compute = partial(_compute, parameter, flat_grad, flat_x, is_transposed, backend)
+        store.deferred.append((parameter, compute))
+        return None
+    gradient = _compute(parameter, flat_grad, flat_x, is_transposed, backend)
+    return gradient.t() if is_transposed else gradient
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Look up the rows `ids` of `weight`, [rows, hidden]: [..., hidden]; row `padding_idx` gets no gradient."""
+    has_own = weight.is_leaf and _writes_to_buffer(weight)
+    return _Lookup.apply(ids, weight, padding_idx) if has_own else F.embedding(ids, weight, padding_idx)
+
+
+def has_grad_buffer(parameter: Tensor) -> bool:
+    """Return whether a gradient buffer is attached to the parameter."""
+    return hasattr(parameter, "grad_buffer")
+
+
+def attach_grad_buffer(parameter: nn.Parameter, place: GradBuffer) -> None:
+    """Let the product that computes this parameter's gradient ask `place` where to write it."""
+    parameter.grad_buffer = place
+
+
+def _compute(parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, backend: Products) -> Tensor:
+    """Compute the gradient of a parameter, in its shape."""
+    offered = getattr(parameter, "grad_buffer", None)
+    fits = offered is not None and backend.writes_gradients and flat_grad.dtype == flat_x.dtype
+    place = offered(flat_grad.dtype) if fits else None
+    if place is None:
+        return backend.grad_weight(flat_grad, flat_x, is_transposed)
+    memory, adds = place
+    backend.write_grad_weight(memory, adds, flat_grad, flat_x, is_transposed)
+    return memory
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    backend: Products = _NATIVE,
+    store: WeightGradStore | None = None,
+) -> Tensor:
+    """Compute x W^T + b: [..., in] -> [..., out]."""
+    x, weight, bias = autocast(x, weight, bias)
+    if backend.is_native and not (store is not None and store.splits) and not _writes_to_buffer(weight):
+        return F.linear(x, weight, bias)
+    return _untraced_linear(x, weight, bias, backend, store)
+
+
+def _writes_to_buffer(weight: Tensor) -> bool:
+    """Return whether the backward pass of a product has to write the gradient of `weight` to its buffer.
+
+    A compiled graph does not: its gradients reach their buffers like those of other operators.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return has_grad_buffer(weight if weight.is_leaf else weight._base)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """Flatten [..., features] -> [tokens, features], also if this rank's shard has no features."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
+def _transposed(weight: Tensor) -> Tensor | None:
+    """Return the parameter that `weight` is the transpose of; None if it is anything else."""
+    base = weight._base
+    if base is None or not base.is_leaf or weight.dim() != 2 or weight.shape != base.t().shape:
+        return None
+    same = weight.stride() == base.t().stride() and weight.storage_offset() == base.storage_offset()
+    return base if same else None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, backend: Products, store: WeightGradStore | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # a saved tensor does not record whose transpose it is
+        ctx.backend, ctx.store = backend, store
+        return backend.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+        flat = matrix(grad)
+        # The backend knows the parameter itself; recomputation saves another tensor of its values.
+        used = weight if ctx.backend.is_native else ctx.weight
+        grad_x = ctx.backend.grad_input(flat, used).view_as(x) if needs[0] else None
+        grad_weight = None
+        if needs[1] and torch.is_grad_enabled():  # double backward: native products are differentiable
+            grad_weight = ctx.backend.grad_weight(flat, matrix(x))
+        elif needs[1]:
+            grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.backend, ctx.store)
+        return grad_x, grad_weight, flat.sum(0) if needs[2] else None, None, None
+
+
+_untraced_linear = untraced(_Linear.apply)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding_idx = weight, padding_idx
+        return no_view(F.embedding(ids, weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), weight = ctx.saved_tensors, ctx.weight
+        place = None if torch.is_grad_enabled() else weight.grad_buffer(grad.dtype)
+        if place is None:
+            no_row = -1 if ctx.padding_idx is None else ctx.padding_idx
+            return None, torch.ops.aten.embedding_dense_backward(grad, ids, len(weight), no_row, False), None
+        memory, adds = place
+        if not adds:
+            memory.zero_()
+        rows, flat = ids.reshape(-1), matrix(grad)  # [tokens], [tokens, hidden]
+        if ctx.padding_idx is not None:
+            flat = flat.masked_fill((rows == ctx.padding_idx).unsqueeze(-1), 0.0)
+        memory.index_add_(0, rows, flat)
+        return None, memory, None

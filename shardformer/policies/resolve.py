@@ -14,9 +14,9 @@ from torch import nn
 
 from shardformer.policies.backbone import BackbonePolicy
 from shardformer.policies.base import Origin, PlanEntry, Policy
-from shardformer.policies.proposed.propose import ProposedPolicy
+from shardformer.policies.plans.propose import ProposedPolicy
 from shardformer.policies.registry import policy_for
-from shardformer.policies.user.policy import SlotPolicyAdapter, TPInfoPolicy, UniformPolicy
+from shardformer.policies.user_policy import SlotPolicyAdapter, TPInfoPolicy, UniformPolicy
 from shardformer.shard_config import ShardConfig
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardformer.distributed.random import draw_per_rank
+from shardformer.distributed.sequence_parallel import run_whole
 from shardformer.layers import (
     ColumnParallelLinear,
     FusedLayerNorm,
@@ -35,7 +36,6 @@ from shardformer.layers import (
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Origin, Policy, SubModuleReplacementDescription
 from shardformer.policies.base import SubModuleReplacementDescription as Replacement
-from shardformer.sequence_parallel.split_gather import run_whole
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardformer.distributed.sequence_parallel import SequenceParallel
 from shardformer.policies.registry import policy_for
-from shardformer.sequence_parallel.split_gather import SequenceParallel
 from shardformer.stages.stage import StagePlaceholder
 from shardformer.utils.derived_modules import derive, replace_modules
 from shardformer.utils.module_paths import CACHE_NAMES, has_module

@@ -16,12 +16,12 @@ import pytest
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple
 from zoo_tests.architecture.hops import REPOSITORY, Hops, sizes
 
-SIZES = {"files": 362, "lines": 78_190, "import lines": 5_360, "files with checks": 96}
+SIZES = {"files": 338, "lines": 78_050, "import lines": 5_230, "files with checks": 95}
 HOPS = {
-    "modules at import": 151,
-    "files of boost": 101,
-    "files of a first step": 65,
-    "files of a step": 62,
+    "modules at import": 133,
+    "files of boost": 95,
+    "files of a first step": 63,
+    "files of a step": 60,
     "functions of a step": 323,
     "depth of a step": 14,
 }

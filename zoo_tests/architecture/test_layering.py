@@ -49,7 +49,7 @@ NOT_PLAIN = (
 MAY_PATCH = (
     "plugins/hybrid_parallel/compat/deepspeed_3d/patches.py",
     "plugins/hybrid_parallel/zero/bucket_parameter.py",
-    "shardformer/policies/proposed/execution.py",  # for a pass of a tiny model: models also call `forward` themselves
+    "shardformer/policies/plans/execution.py",  # for a pass of a tiny model: models also call `forward` themselves
     "shardformer/utils/untraced.py",
 )
 # Imported if it is there: apex has no package on the index, xformers is asked for by name, verl, which needs

@@ -27,8 +27,8 @@ from plugins.hybrid_parallel.verify.compare import Tolerance, compare
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
 from shardformer.attention.packed_documents import document_starts
-from shardformer.expert_parallel.experts import expert_modules
-from shardformer.loss.routers import router_loss_of
+from shardformer.layers.experts import expert_modules
+from shardformer.loss.terms import router_loss_of
 from zoo_tests.campaigns.census.classes import HeadClass
 from zoo_tests.campaigns.census.trained import trained_or_refused, twin_of
 from zoo_tests.campaigns.census.verdict import EXACT, NO_ANSWER, Verdict, append, kind_of, read_log, reasons

@@ -35,7 +35,7 @@ from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, smal
 from shardformer.policies import families
 from shardformer.policies.plans.completion import region_of
 from shardformer.policies.plans.plan import proposed_plans
-from shardformer.policies.proposed.propose import ProposedPlan
+from shardformer.policies.plans.propose import ProposedPlan
 from shardformer.policies.registry import policy_for
 from shardformer.utils.module_paths import starred
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes

@@ -23,9 +23,9 @@ from typing import Any
 
 from shardformer.loss.heads import LOSSES, USUAL, USUAL_HEAD_LOSSES, head_loss_of_kind, matching_key
 from shardformer.policies import families
+from shardformer.policies.plans.execution import execution_order
 from shardformer.policies.plans.policy import PlanPolicy
-from shardformer.policies.proposed.execution import execution_order
-from shardformer.policies.proposed.propose import ProposedPlan
+from shardformer.policies.plans.propose import ProposedPlan
 from shardformer.policies.registry import head_loss_of
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import plain_run, sharded_run

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.hybrid_parallel.verify.train import Trace, train_reference
-from shardformer.expert_parallel.experts import expert_modules
+from shardformer.layers.experts import expert_modules
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, refusal, sharded_verdict
 from zoo_tests.campaigns.census.verdict import EXACT, add_row, kind_of, read_rows

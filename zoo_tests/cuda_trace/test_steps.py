@@ -65,7 +65,7 @@ _IN_TRANSFORMERS = {
 # torch's grouped product takes rows of whole 16 bytes, and its fake kernel bf16 alone.
 _EXPERT_SIZES = {"mixtral": {}, "qwen3_moe": {"moe_intermediate_size": 32}}
 _LARGE = {"vocab_size": 600_000, "hidden_size": 8192}
-_EXPERTS = ("shardformer/expert_parallel/experts.py", _MICROBATCHES * _LAYERS)  # rows to each rank
+_EXPERTS = ("shardformer/layers/experts.py", _MICROBATCHES * _LAYERS)  # rows to each rank
 
 
 def _cases() -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardformer.attention.backends import reason_not_usable
+from shardformer.attention.backend import reason_not_usable
 from zoo_tests.gpu import device
 from zoo_tests.gpu.training import (
     FAMILIES,

@@ -218,7 +218,7 @@ def torch_varlen(takes_groups: bool = True) -> Iterator[Calls]:
     """
     import torch.nn.attention.varlen as module
 
-    from shardformer.attention import varlen
+    from shardformer.attention import backend
 
     calls: Calls = []
 
@@ -244,10 +244,10 @@ def torch_varlen(takes_groups: bool = True) -> Iterator[Calls]:
         assert enable_gqa or args[0].shape[1] == args[1].shape[1]
         return varlen_attn(*args, **options)
 
-    varlen._takes_groups.cache_clear()
+    backend._takes_groups.cache_clear()
     with patch.object(module, "varlen_attn", with_groups if takes_groups else varlen_attn):
         yield calls
-    varlen._takes_groups.cache_clear()
+    backend._takes_groups.cache_clear()
 
 
 @contextmanager

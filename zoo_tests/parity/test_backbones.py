@@ -23,8 +23,8 @@ from booster import Booster, verify
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.boosted.forward_options import unread_by
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer, TPInfo
+from shardformer.policies.plans.propose import propose_plan
 from shardformer.policies.plans.stages import is_below
-from shardformer.policies.proposed.propose import propose_plan
 from shardformer.policies.registry import policy_for
 from shardformer.stages.stage import run_stage
 from zoo_tests.harness.own_modules import (

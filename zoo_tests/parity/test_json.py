@@ -1,6 +1,6 @@
 """What the JSON form describes trains to the numbers of plain training: cuts along one dim, any mapping of devices.
 
-What breaks here first: a layer that a family reads in a way of its own (`shardformer/policies/user/policy.py`),
+What breaks here first: a layer that a family reads in a way of its own (`shardformer/policies/user_policy.py`),
 and a group whose ranks are in another order than its pieces (`plugins/hybrid_parallel/distributed/mesh.py`).
 """
 

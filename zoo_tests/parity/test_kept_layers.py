@@ -1,7 +1,7 @@
 """Layers that a user has changed train as in plain torch on every layout, or are refused by name.
 
 What breaks here first: a parallel layer that takes the place of a changed one. Look in
-`shardformer/transforms/replicated_layers.py` and
+`shardformer/transforms/layout_checks.py` and
 `shardformer/utils/derived_modules.py`.
 """
 

@@ -1,7 +1,7 @@
 """Slot policies train to the numbers of plain training, through `ShardModel` and as a `custom_policy`.
 
 What breaks here first: a path that transformers has renamed (the slots in this file). Look in
-`shardformer/policies/user/slots.py`.
+`shardformer/policies/user_forms.py`.
 """
 
 from __future__ import annotations

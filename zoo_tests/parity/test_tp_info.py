@@ -1,7 +1,7 @@
 """What a `TPInfo` describes trains to the numbers of plain training, for families and for a model of no family.
 
 What breaks here first: a dropout or a number that transformers has renamed (the rules in this file), and a replicated
-parameter between cut layers. Look in `shardformer/policies/user/tp_info.py`.
+parameter between cut layers. Look in `shardformer/policies/user_forms.py`.
 """
 
 from __future__ import annotations

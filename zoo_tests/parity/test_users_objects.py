@@ -29,7 +29,7 @@ from plugins.hybrid_parallel.inspect.shard_report import shard_report
 from plugins.hybrid_parallel.planner.device import preset
 from plugins.hybrid_parallel.planner.plan import Job, plan_for
 from shardformer import LazyInitContext, record_module_init
-from shardformer.policies.proposed.propose import propose_plan
+from shardformer.policies.plans.propose import propose_plan
 from zoo_tests.harness.ranks import distributed
 
 _TEXT = {

@@ -28,7 +28,7 @@ def optimisations() -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
-    from shardformer.attention.backends import is_installed
+    from shardformer.attention.backend import is_installed
     from shardformer.layers.fused_ops import has_compiler
     from shardformer.layers.norm import LAYER_NORM_PACKAGES, RMS_NORM_PACKAGES, are_installed
 
@@ -62,8 +62,7 @@ def _attention_here(device: str) -> str:
     """Return the attention kernel that a standard model gets in bf16."""
     import torch
 
-    from shardformer.attention.backend import SDPA, AttentionNeeds, capability_of
-    from shardformer.attention.backends import choose_backend
+    from shardformer.attention.backend import SDPA, AttentionNeeds, capability_of, choose_backend
 
     needs = AttentionNeeds(
         supports_flash=True,

@@ -38,8 +38,8 @@ from plugins.hybrid_parallel.verify.verify import (
     tiny_model_of,
     verify,
 )
-from shardformer.policies.proposed.execution import execution_order
-from shardformer.policies.proposed.propose import ProposedPlan
+from shardformer.policies.plans.execution import execution_order
+from shardformer.policies.plans.propose import ProposedPlan
 
 _ROWS = 7  # odd, so that no size of the model divides it
 _SPLITS = "pipeline: 2 stages train the same"

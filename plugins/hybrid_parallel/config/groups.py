@@ -26,9 +26,9 @@ from plugins.hybrid_parallel.config.option_group import (
 )
 from plugins.hybrid_parallel.distributed.mesh import check_mapping
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Schedule
-from shardformer.attention.backends import NAMES
+from shardformer.attention.backend import NAMES
 from shardformer.policies.base import Policy
-from shardformer.policies.user.tp_info import TPInfo
+from shardformer.policies.user_forms import TPInfo
 
 DEVICE_MAPPING = Rule(
     ((lambda value: isinstance(value, Mapping), "is no mapping; use {'stage_0': {'shard_0': 'cuda:0'}}"),),

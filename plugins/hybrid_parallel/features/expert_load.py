@@ -16,8 +16,13 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from shardformer.distributed.process_groups import all_gather_json
-from shardformer.expert_parallel.experts import expert_modules
-from shardformer.expert_parallel.router_bias import ExpertLoad, keep_biases_from_optimizer, router_biases, update_bias
+from shardformer.layers.experts import (
+    ExpertLoad,
+    expert_modules,
+    keep_biases_from_optimizer,
+    router_biases,
+    update_bias,
+)
 from shardformer.peft import model_inside
 from shardformer.utils.module_paths import in_order
 

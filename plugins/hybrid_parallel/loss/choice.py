@@ -29,7 +29,7 @@ from plugins.hybrid_parallel.loss.step_loss import (
 from shardformer.attention import log_once
 from shardformer.context_parallel.zigzag import ZigzagSharding, token_mask
 from shardformer.loss.heads import own_loss_reason
-from shardformer.loss.routers import RouterScores, routers_are_asked
+from shardformer.loss.terms import RouterScores, routers_are_asked
 from shardformer.peft import behind_prompts, model_inside
 from shardformer.policies.registry import head_loss_of
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
-from shardformer.loss.routers import RouterLoss, RouterScores, RouterSums
+from shardformer.loss.terms import RouterLoss, RouterScores, RouterSums
 
 
 class RouterBalance:

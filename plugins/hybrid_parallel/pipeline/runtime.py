@@ -20,7 +20,7 @@ from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, Specs,
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
 from plugins.hybrid_parallel.pipeline.timeline import Turn, order_messages, split_at_backward
 from shardformer.layers.replicated_linear import defer_weight_grads
-from shardformer.matmul.weight_grad import DeferredWeightGrads, WeightGradStore, autocast_dtype, run_deferred
+from shardformer.matmul.kernel import DeferredWeightGrads, WeightGradStore, autocast_dtype, run_deferred
 from shardformer.stages.placeholders import StageMessage
 from shardformer.stages.stage import run_stage
 

@@ -39,7 +39,7 @@ from plugins.hybrid_parallel.planner.proxy_model import (
 )
 from plugins.hybrid_parallel.zero.stage3 import is_sharded
 from shardformer.cross_entropy.chunking import planned_for
-from shardformer.expert_parallel.experts import expert_modules
+from shardformer.layers.experts import expert_modules
 from shardformer.peft import model_inside
 from shardformer.shard_spec import grad_group_of, spec_of
 

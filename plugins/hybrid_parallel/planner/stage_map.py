@@ -18,10 +18,10 @@ from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.proxy_model import LayerList, layer_lists, name_in_skeleton
 from plugins.hybrid_parallel.zero.stage3 import owners_of
 from shardformer import PipelineStageManager, Policy, ShardConfig
-from shardformer.expert_parallel.experts import expert_modules, num_experts
+from shardformer.layers.experts import expert_modules, num_experts
 from shardformer.peft import adapters_detached, model_inside
 from shardformer.policies.registry import policy_for
-from shardformer.sharder import ModelSharder
+from shardformer.shardformer import ModelSharder
 from shardformer.stages.stage import StagePartitioner
 from shardformer.transforms.context_parallel import mixers_of_layers, reason_against_sharing
 from shardformer.utils.module_paths import alias_groups

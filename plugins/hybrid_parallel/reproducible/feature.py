@@ -32,7 +32,7 @@ from plugins.hybrid_parallel.zero.bucket_parameter import give_gradient
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 from shardformer.distributed.process_groups import world_group
 from shardformer.peft import model_inside
-from shardformer.sharder import ModelSharder
+from shardformer.shardformer import ModelSharder
 from shardformer.transforms.layout_checks import InBlocks, block_problems
 from shardformer.utils.module_paths import alias_parameters
 

@@ -28,9 +28,9 @@ from shardformer.layers.parallel_module import defer_partial_sums
 from shardformer.loss.perception import keep_losses_of_masks
 from shardformer.loss.terms import count_own_boxes
 from shardformer.peft import model_inside
-from shardformer.policies.user.policy import TPInfoPolicy
+from shardformer.policies.user_policy import TPInfoPolicy
 from shardformer.shardformer import as_policy
-from shardformer.transforms.packed_masks import separate_documents
+from shardformer.transforms.context_parallel import separate_documents
 from shardformer.utils.untraced import is_compiler_loaded, prepare_tracing
 
 _logger = get_logger(__name__)

@@ -31,7 +31,7 @@ from plugins.hybrid_parallel.loss.choice import ChosenLoss, LossSource
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
 from shardformer.attention.packed_documents import may_be_packed
 from shardformer.context_parallel.zigzag import record_facts
-from shardformer.loss.routers import ASKED
+from shardformer.loss.terms import ASKED
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel

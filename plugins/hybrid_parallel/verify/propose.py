@@ -31,7 +31,7 @@ from plugins.hybrid_parallel.verify.train import (
 )
 from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import random_numbers_apart
-from shardformer.policies.proposed.propose import Alternatives, ProposedPlan, candidates
+from shardformer.policies.plans.propose import Alternatives, ProposedPlan, candidates
 from shardformer.shard_spec import divided_share
 
 RANKS = 2

@@ -22,7 +22,7 @@ from plugins.hybrid_parallel.zero.bucket_parameter import clear_native_grad, nat
 from plugins.hybrid_parallel.zero.whole_parameters import assemble, gather_pieces
 from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream
-from shardformer.matmul.weight_grad import GradBuffer, attach_grad_buffer
+from shardformer.matmul.kernel import GradBuffer, attach_grad_buffer
 from shardformer.shard_spec import spec_of
 
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]

@@ -315,7 +315,7 @@ class ChatGLM2Policy(TablePolicy):
     """Policy for ChatGLM2: fused query, key and value with fewer key/value heads, and fused gate and up projections."""
 
     family, prefix = "chatglm2", "ChatGLM"
-    module = "shardformer.models.chatglm2.modeling_chatglm"
+    module = "shardformer.models.chatglm2"
     heads = ("Model", "ForConditionalGeneration", "ForSequenceClassification")
     stages = StageLayout(
         layers="encoder.layers",

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer.attention.own_attention import DebertaRegistryAttention, MPNetRegistryAttention
+from shardformer.distributed.sequence_parallel import run_whole
 from shardformer.loss.heads import USUAL_HEAD_LOSSES, own_loss, with_further_entries
 from shardformer.loss.text import (
     causal_lm,
@@ -26,7 +27,6 @@ from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.families import BERT, GATED, LLAMA
 from shardformer.policies.plans.plan import Plan
 from shardformer.policies.rules import GATHERS, HEADS, TablePolicy, described, local, rules, variant
-from shardformer.sequence_parallel.split_gather import run_whole
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout
 
 _CLASSIFIERS = ("ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification", "ForQuestionAnswering")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardformer.policies.mixers.delta_net import DeltaNet
 from shardformer.policies.mixers.mixer import MIXER as MIXER
 from shardformer.policies.mixers.mixer import Attention, Experts, FeedForward, LatentAttention, Mixer
 from shardformer.policies.mixers.mixer import HeadCounts as HeadCounts
-from shardformer.policies.mixers.state_space import StateSpace
+from shardformer.policies.mixers.state_space import DeltaNet, StateSpace
 
 RULES: tuple[Mixer, ...] = (Attention(), FeedForward(), LatentAttention(), DeltaNet(), StateSpace(), Experts())
 

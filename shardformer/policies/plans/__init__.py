@@ -1,1 +1,1 @@
-"""Policies built from tensor-parallel plans, either of transformers or declared in this package."""
+"""Policies built from tensor-parallel plans: of transformers, declared in this package, or derived from a model."""

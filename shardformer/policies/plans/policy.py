@@ -16,7 +16,7 @@ from torch import nn
 from shardformer.attention import log_once
 from shardformer.attention.packed_documents import token_mixers
 from shardformer.attention.registry import PARAMETER
-from shardformer.expert_parallel.experts import expert_modules
+from shardformer.layers.experts import expert_modules
 from shardformer.policies.base import ModulePolicyDescription, Origin, PlanEntry, Policy
 from shardformer.policies.feature_counts import (
     HEAD_COUNTS,

@@ -19,13 +19,13 @@ from torch import nn
 from shardformer.attention import log_once, uses_registry
 from shardformer.distributed.blocks import rank_of_draws
 from shardformer.distributed.random import draw_per_rank
+from shardformer.distributed.sequence_parallel import SequenceParallel, run_whole
 from shardformer.layers import ColumnParallelLinear, ParallelDropout, RowParallelLinear
 from shardformer.layers.linear import in_features, out_features
 from shardformer.matmul.native import is_linear
 from shardformer.policies.base import ModulePolicyDescription, SubModuleReplacementDescription
 from shardformer.policies.feature_counts import attends, drops_by_function, is_attention, names_read
 from shardformer.policies.rules import ShardingRules
-from shardformer.sequence_parallel.split_gather import SequenceParallel, run_whole
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StageLayout
 

@@ -10,13 +10,13 @@ _ROUTERS = "zoo_tests/shardformer/loss/test_routers.py::test_it_is_that_of_plain
 
 EDITS_OF_EXPERTS: dict[str, Edit] = {
     "padding counts for the load of experts": Edit(
-        "shardformer.expert_parallel.router_bias",
+        "shardformer.layers.experts",
         "weights = weights * (self._mask.reshape(-1, 1) != 0)",
         "pass",
         (f"{_BIASES}[2-Glm4Moe-options0-pipeline-5]",),
     ),
     "recomputed layers count their tokens again": Edit(
-        "shardformer.expert_parallel.router_bias",
+        "shardformer.layers.experts",
         "if not self._is_counting or in_backward():",
         "if not self._is_counting:",
         (f"{_BIASES}[2-Glm4Moe-options5-pipeline-5]",),
@@ -34,7 +34,7 @@ EDITS_OF_EXPERTS: dict[str, Edit] = {
         (f"{_BALANCE}::test_a_skipped_step_moves_no_bias",),
     ),
     "biases grow for experts with many tokens": Edit(
-        "shardformer.expert_parallel.router_bias",
+        "shardformer.layers.experts",
         "bias.sub_(",
         "bias.add_(",
         (f"{_BIASES}[2-Glm4Moe-options0-pipeline-5]",),

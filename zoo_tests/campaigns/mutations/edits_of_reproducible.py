@@ -50,13 +50,13 @@ EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
         (f"{_SAME}[llama-bf16-tp4]",),
     ),
     "blocks of a sequence add up the gradients of a norm in floating point": Edit(
-        "shardformer.sequence_parallel.blocked",
+        "shardformer.distributed.sequence_parallel",
         "BlockedTensor([blocks.use(each) for _ in blocks.local], blocks)",
         "BlockedTensor([blocks.use(each)] * len(blocks.local), blocks)",
         (f"{_SAME}[bert-fp32-cp2]",),
     ),
     "blocks that copy a key/value head add up their gradients in floating point": Edit(
-        "shardformer.matmul.blocked",
+        "shardformer.matmul.native",
         "parameters = [region.use(weight) for _ in range(num_uses)]",
         "parameters = [weight for _ in range(num_uses)]",
         (f"{_SAME}[llama-bf16-tp4]",),

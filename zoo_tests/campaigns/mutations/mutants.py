@@ -208,8 +208,8 @@ def _encoder_read_as_a_slice() -> None:
 
 def _gradient_of_experts_summed_twice() -> None:
     """A block that runs whole is entered by a gather that sums gradients, although each rank has all of them."""
+    from shardformer.distributed.sequence_parallel import SequenceParallel, first_input, first_output
     from shardformer.policies.plans import sequence as plan_sequence
-    from shardformer.sequence_parallel.split_gather import SequenceParallel, first_input, first_output
 
     def summed(module: nn.Module, region: SequenceParallel) -> None:
         module.register_forward_pre_hook(lambda _, a, k: first_input(a, k, region.gather), with_kwargs=True)

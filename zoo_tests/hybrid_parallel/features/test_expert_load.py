@@ -1,7 +1,7 @@
 """Biases of routers follow the load of the experts over all ranks, by the rule of one process in plain torch.
 
 What breaks here first: tokens that are counted twice (recomputation, placeholders of empty shares) or not at all (parts
-of sequences). Look in `shardformer/expert_parallel/router_bias.py` and
+of sequences). Look in `shardformer/layers/experts.py` and
 `plugins/hybrid_parallel/features/expert_load.py`.
 """
 

@@ -1,7 +1,7 @@
 """Pipelines whose ranks hold several stages: outputs, checkpoints, lazy models, debug mode, what a step records.
 
 What breaks here first: a module that one stage of a rank sees in the place of another's. Look in
-`shardformer/stages/layout.py`; where weights are wrong, in `shardformer/matmul/weight_grad.py`.
+`shardformer/stages/layout.py`; where weights are wrong, in `shardformer/matmul/kernel.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from plugins.hybrid_parallel.pipeline.timeline import read_timelines
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer, record_module_init
 from shardformer.layers.replicated_linear import defer_weight_grads
-from shardformer.matmul.weight_grad import WeightGradStore, linear, run_deferred
+from shardformer.matmul.kernel import WeightGradStore, linear, run_deferred
 from shardformer.stages.placeholders import StagePlaceholder
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import distributed, run_on_ranks

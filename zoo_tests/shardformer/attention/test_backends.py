@@ -19,8 +19,18 @@ from torch import nn
 
 from shardformer import ShardConfig, ShardFormer
 from shardformer.attention import backend, use_backend, use_sharded_attention
-from shardformer.attention.backend import FLASH_2, FLASH_3, FLASH_4, SDPA, AttentionNeeds, slow_reason
-from shardformer.attention.backends import Choice, choose_backend, is_installed, reason_not_usable
+from shardformer.attention.backend import (
+    FLASH_2,
+    FLASH_3,
+    FLASH_4,
+    SDPA,
+    AttentionNeeds,
+    Choice,
+    choose_backend,
+    is_installed,
+    reason_not_usable,
+    slow_reason,
+)
 from shardformer.attention.registry import needs_of
 from zoo_tests.harness.kernel_packages import flash_attn, xformers
 from zoo_tests.harness.ranks import distributed

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from shardformer import ShardConfig, ShardFormer
-from shardformer.attention import backend, recompute_attention, varlen
+from shardformer.attention import backend, recompute_attention
 from zoo_tests.harness.kernel_packages import Calls, flash_attn, torch_varlen
 from zoo_tests.harness.ranks import distributed
 
@@ -144,7 +144,7 @@ def test_without_a_package_documents_run_on_the_kernel_of_torch(name: str, takes
     sharded = _sharded(copy.deepcopy(native), enable_tensor_parallelism=False, enable_flash_attention=True)
     assert sharded.config._attn_implementation == "sharded_flash_varlen"
     inputs = ForwardOptions(sharded, _OneRank()).inputs({"input_ids": ids, "position_ids": positions})
-    with torch_varlen(takes_groups) as calls, mock.patch.object(varlen.MaskIfRead, "mask", None):
+    with torch_varlen(takes_groups) as calls, mock.patch.object(backend.MaskIfRead, "mask", None):
         found = sharded(**inputs).logits
         assert len(calls) == 2
         assert {call["window_size"] for call in calls} == {{"Bert": (-1, -1), "Mistral": (2, 0)}.get(name, (-1, 0))}
@@ -165,12 +165,12 @@ def test_without_a_package_documents_run_on_the_kernel_of_torch(name: str, takes
 )
 def test_the_kernel_of_torch_runs_on_fake_tensors() -> None:
     """With the signature of this torch, and grouped heads."""
-    mask = varlen.MaskIfRead(lambda: pytest.fail("a mask was made"))
+    mask = backend.MaskIfRead(lambda: pytest.fail("a mask was made"))
     with FakeTensorMode():
         query, key = (torch.empty(1, heads, 32768, 64, dtype=FP16, device="cuda") for heads in (8, 2))
         borders = torch.empty(9, dtype=torch.int32, device="cuda")
         told = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 4096, "max_length_k": 4096}
-        found, _ = varlen.varlen_attention(nn.Identity(), query, key, key, mask, is_causal=True, **told)
+        found, _ = backend.varlen_attention(nn.Identity(), query, key, key, mask, is_causal=True, **told)
     assert found.shape == (1, 32768, 8, 64)
 
 

@@ -20,7 +20,7 @@ from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.boosted.forward_options import with_positions
-from shardformer.attention import backend, backends
+from shardformer.attention import backend
 from shardformer.attention.packed_documents import flash_arguments, reason_not_kept_apart
 from zoo_tests.harness.documents import language_model, one_by_one, one_row
 from zoo_tests.harness.ranks import distributed, run_on_ranks
@@ -34,7 +34,7 @@ def _outcomes(options: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger(backends.__name__).addHandler(handler)
+    logging.getLogger(backend.__name__).addHandler(handler)
     booster = Booster(plugin=HybridParallelPlugin(**options))
     model = language_model("Llama")
     model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -49,7 +49,7 @@ def _outcomes(options: dict[str, Any], extra: dict[str, Any]) -> list[Any]:
             found.append(call().item())
         except ConfigurationError as error:
             found.append(str(error))
-    logging.getLogger(backends.__name__).removeHandler(handler)
+    logging.getLogger(backend.__name__).removeHandler(handler)
     return [*found, sum("keeps documents that are packed into a row apart" in line for line in lines)]
 
 

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers import replicated_linear as ours
 from shardformer.layers.replicated_linear import defer_weight_grads, replace_native_layers
-from shardformer.matmul.weight_grad import WeightGradStore, run_deferred
+from shardformer.matmul.kernel import WeightGradStore, run_deferred
 from shardformer.utils.derived_modules import derive
 from zoo_tests.harness.ranks import distributed
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardformer import LazyInitContext, record_module_init
 from shardformer.lazy import materialize, waits_for_values
-from shardformer.lazy.init_log import LoggedCall
+from shardformer.lazy.materialize import LoggedCall
 from zoo_tests.harness.families import third_of_families
 from zoo_tests.zoo import FAMILIES
 

@@ -1,6 +1,6 @@
 """The load-balancing loss of routers is part of the loss where it is asked for, and never dropped in silence.
 
-It is no mean of those of parts: it is that of the whole batch, or refused. Look in `shardformer/loss/routers.py`, and
+It is no mean of those of parts: it is that of the whole batch, or refused. Look in `shardformer/loss/terms.py`, and
 for stages and micro-batches in `plugins/hybrid_parallel/loss/router_balance.py`.
 """
 
@@ -21,7 +21,7 @@ from transformers import (
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from shardformer.loss.routers import routers_are_asked
+from shardformer.loss.terms import routers_are_asked
 from zoo_tests.harness.case import share_of
 from zoo_tests.harness.ranks import run_on_ranks
 

@@ -1,7 +1,7 @@
 """Gradients of matrices that products and lookups write straight into buckets.
 
 What breaks here first: a gradient that is added twice, or whose place a second use of the parameter overwrites. Look in
-`shardformer/matmul/weight_grad.py` and `Bucket.borrow_grad_view`.
+`shardformer/matmul/kernel.py` and `Bucket.borrow_grad_view`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardformer.models.chatglm2 import ChatGLMForConditionalGeneration
-from shardformer.models.chatglm2.modeling_chatglm import ChatGLMRotary, rotate
+from shardformer.models.chatglm2 import ChatGLMForConditionalGeneration, ChatGLMRotary, rotate
 from zoo_tests.zoo import FAMILIES
 
 _NAMES = (

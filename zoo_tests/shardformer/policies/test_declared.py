@@ -18,14 +18,14 @@ from torch import nn
 
 from shardformer import PipelineStageManager, ShardConfig
 from shardformer.layers import ColumnParallelLinear
-from shardformer.policies.mixers.delta_net import DeltaNet, change_of
 from shardformer.policies.mixers.mixer import LatentAttention
+from shardformer.policies.mixers.state_space import DeltaNet, change_of
 from shardformer.policies.plans.completion import completions
 from shardformer.policies.plans.plan import Plan, declared_plans
 from shardformer.policies.plans.policy import PlanPolicy
+from shardformer.policies.plans.propose import ProposedPlan
 from shardformer.policies.plans.stages import num_outputs
 from shardformer.policies.plans.styles import STYLES
-from shardformer.policies.proposed.propose import ProposedPlan
 from shardformer.policies.registry import policy_for
 from shardformer.stages.placeholders import LayerInputPlaceholder, Skipped, StageInput
 from shardformer.stages.stage import Received, ZeroEmbedding

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardformer.policies.plans.execution import execution_order
+from shardformer.policies.plans.propose import ProposedPlan
 from shardformer.policies.plans.stages import ExecutionOrder
-from shardformer.policies.proposed.execution import execution_order
-from shardformer.policies.proposed.propose import ProposedPlan
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.shardformer.stages.test_earlier_modules import two_stages
 

@@ -1,7 +1,7 @@
 """Policies: a table that does not fit its model is refused, with all reasons, before anything is changed.
 
 What breaks here first: names of sub-modules in a new release of transformers. Look in the family's table in
-`shardformer/policies`, and for the checks in `shardformer/sharder.py`.
+`shardformer/policies`, and for the checks in `shardformer/shardformer.py`.
 """
 
 from __future__ import annotations

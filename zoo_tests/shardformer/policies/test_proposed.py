@@ -14,9 +14,9 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.policies.plans.plan import declared_plans, proposed_plans
+from shardformer.policies.plans.propose import ProposedPlan, propose_plan
+from shardformer.policies.plans.regions import Region, find_regions, local_choices, record
 from shardformer.policies.plans.styles import STYLES
-from shardformer.policies.proposed.propose import ProposedPlan, propose_plan
-from shardformer.policies.proposed.regions import Region, find_regions, local_choices, record
 from shardformer.policies.registry import family_policies, policy_for
 from zoo_tests.harness.case import Recipe
 

@@ -28,7 +28,7 @@ from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.registry import family_policies
 from shardformer.policies.resolve import resolve
-from shardformer.policies.user.policy import SlotPolicyAdapter, TPInfoPolicy
+from shardformer.policies.user_policy import SlotPolicyAdapter, TPInfoPolicy
 from shardformer.shard_config import ShardConfig
 
 _SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}

@@ -25,7 +25,7 @@ from plugins.hybrid_parallel.compat.deepspeed_3d.config import DeepSpeed3DParall
 from plugins.hybrid_parallel.compat.deepspeed_3d.logits import LogitHelper, helper_as_patch, reading_cut_logits
 from plugins.hybrid_parallel.compat.deepspeed_3d.patches import ForwardPatches, find_patched
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
-from shardformer.compat.atorch import ParallelGroups
+from shardformer.distributed.atorch import ParallelGroups
 
 
 def with_tied_head(model: nn.Module, logit_helper: LogitHelper | None) -> nn.Module:

@@ -1,7 +1,7 @@
 """Tokens that travel to experts on other ranks find what they would find at home, and so do their gradients.
 
 What breaks here first: the order of rows that come back, ranks that nothing is sent to, choices of no expert. Look in
-`shardformer/expert_parallel/experts.py`.
+`shardformer/layers/experts.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from shardformer import ShardConfig
 from shardformer.distributed import collectives
-from shardformer.expert_parallel.experts import ExpertCapacity, SharedExpert, TokenDispatcher, shard_experts
+from shardformer.layers.experts import ExpertCapacity, SharedExpert, TokenDispatcher, shard_experts
 from zoo_tests.cuda_trace.recorder import recorded_on_meta
 from zoo_tests.harness.native import EXACT, known
 from zoo_tests.harness.ranks import distributed

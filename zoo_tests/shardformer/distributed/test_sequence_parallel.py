@@ -1,7 +1,7 @@
 """Split-gather sequence parallelism, with lengths that the ranks do not divide.
 
 What breaks here first: padding of the sequence, and partial gradients of what sees a slice of the tokens. Look in
-`shardformer/sequence_parallel/split_gather.py`.
+`shardformer/distributed/sequence_parallel.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer import ShardSpec
+from shardformer.distributed.sequence_parallel import SequenceParallel, gather_on_entry, wrap_layers
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
-from shardformer.sequence_parallel.split_gather import SequenceParallel, gather_on_entry, wrap_layers
 from shardformer.shard_spec import annotate
 from zoo_tests.harness.native import EXACT, check_gradients, fill, known
 from zoo_tests.harness.ranks import distributed

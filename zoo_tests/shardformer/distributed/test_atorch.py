@@ -1,6 +1,6 @@
 """Named groups of ranks and the seeds of what they share, against the published tables.
 
-What breaks here first: which axis varies fastest. Look in `shardformer/compat/atorch.py`.
+What breaks here first: which axis varies fastest. Look in `shardformer/distributed/atorch.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardformer import MultiDimParallelRandomizer, ParallelGroups, create_parallel_group, parallel_group
-from shardformer.compat.atorch import (
+from shardformer.distributed.atorch import (
     destroy_parallel_group,
     get_randomizer,
     init_randomizer,

@@ -1,18 +1,24 @@
-"""Split-gather sequence parallelism (arXiv 2205.05198, section 4.2), and positions that modules count in a part.
+"""Sequences divided over tensor-parallel ranks: split-gather, all-to-all, and in blocks.
 
-Between the tensor-parallel regions of a layer every rank holds `[batch, seq/tp, hidden]`. `enter` splits the sequence
-before the stack of layers and `leave` gathers it afterwards; a tensor-parallel region starts with `gather` and ends
-with `reduce_scatter`. A length that the number of ranks does not divide is padded inside and trimmed again.
+Split-gather (arXiv 2205.05198, section 4.2): between the tensor-parallel regions of a layer every rank holds
+`[batch, seq/tp, hidden]`. `enter` splits the sequence before the stack of layers and `leave` gathers it afterwards; a
+tensor-parallel region starts with `gather` and ends with `reduce_scatter`. A length that the number of ranks does not
+divide is padded inside and trimmed again. Some modules count positions from 0 by the length of their input, of which a
+rank has a part: Llama 4 scales queries by the logarithm of their positions (arXiv 2501.19399).
 
-Positions that a module counts from 0 by the length of its input, of which a rank has a part.
+All-to-all (DeepSpeed-Ulysses, arXiv 2309.14509): a rank holds a slice of the sequence and whole weights. An all-to-all
+before the attention kernel gives it the whole sequence for a subset of the heads; one after it reverses this.
 
-Llama 4 scales queries by the logarithm of their positions (arXiv 2501.19399), which its attention counts by itself.
+Blocks: what sums over tokens between the regions (the gradients of norms and of biases) is computed for each of a fixed
+number of blocks by itself, and random numbers are drawn by block. A rank that has some of the blocks finds the same
+numbers as one that has them all.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -23,16 +29,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
+from shardformer.distributed.blocks import BlockedTensor, Blocks, own_blocks, reduce_from_blocks
 from shardformer.distributed.collectives import (
     all_gather,
     all_gather_flat,
+    all_to_all,
     gather_from_region,
+    pad_dim,
     reduce_scatter,
     split_to_region,
     start_reduce_scatter,
 )
 from shardformer.shard_spec import pad_to_multiple
 from shardformer.utils.derived_modules import derive, replace_modules
+from shardformer.utils.module_paths import alias_parameters
 from shardformer.utils.source import counts_positions, with_globals
 
 SEQ_DIM = 1  # tensors are [batch, seq, hidden]
@@ -337,3 +347,201 @@ class _Torch:
     def arange(self, length: int, device: torch.device | str | None = None, **options: Any) -> Tensor:
         """Return [part], the positions in whole sequences of a part of `length` tokens."""
         return self._positions(length, device).to(**options)
+
+
+# Names under which a cross-attention takes the hidden states of the encoder.
+_MEMORY = ("key_value_states", "encoder_hidden_states")
+
+
+class UlyssesAllToAll:
+    """All-to-all exchange around attention in one sequence-parallel region. Copies of the model share it.
+
+    Args:
+        region: defines this rank's slice of the sequence.
+
+    Attributes:
+        memory_length: tokens of the encoder's sequence, where the attention that runs now reads it; None where it reads
+            the sequence of its queries.
+    """
+
+    def __init__(self, region: SequenceParallel) -> None:
+        self.region = region
+        self.memory_length: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesAllToAll:
+        return self  # hooks of the copy tell this one of their calls
+
+    def attach(self, attention: nn.Module) -> None:
+        """Let an attention exchange heads for parts of the sequence.
+
+        Where it is called as a cross-attention, it projects a slice of the encoder's sequence, [batch, memory, hidden],
+        which is whole on every rank. T5's, which make a bias of relative positions, make that of whole sequences.
+        """
+        attention.sequence_exchange = self
+        if hasattr(attention, "compute_bias"):
+            attention.compute_bias = _bias_of_sequence.__get__(attention)
+
+        def cut(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            name = next((name for name in _MEMORY if kwargs.get(name) is not None), None)
+            self.memory_length = None if name is None else kwargs[name].shape[1]
+            return args, kwargs if name is None else {**kwargs, name: self.region.split(kwargs[name])}
+
+        attention.register_forward_pre_hook(cut, with_kwargs=True)
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[batch, heads, seq/tp, head_dim] -> [batch, heads/tp, seq, head_dim], without padding.
+
+        Key/value heads fewer than ranks are repeated, so that every rank gets one.
+        """
+        size, length = self.region.world_size, self.region.length
+        of_keys = length if self.memory_length is None else self.memory_length
+
+        def exchanged(x: Tensor, tokens: int) -> Tensor:
+            return all_to_all(repeated_for(x, size), 1, 2, self.region.group)[:, :, :tokens]
+
+        return exchanged(query, length), exchanged(key, of_keys), exchanged(value, of_keys)
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among those that exchange: it attends with the heads of that number."""
+        return dist.get_rank(self.region.group)
+
+    def own_heads(self, bias: Tensor | None, heads: int) -> Tensor | None:
+        """Return the part of a bias [batch, all heads or 1, queries, keys] for this rank's `heads`."""
+        if bias is None or bias.dim() < 4 or bias.shape[1] in (1, heads):
+            return bias
+        return bias.narrow(1, self.rank * heads, heads)
+
+    def to_sequence(self, found: Tensor) -> Tensor:
+        """Exchange attention output back: [batch, seq, heads/tp, head_dim] -> [batch, seq/tp, heads, head_dim]."""
+        return all_to_all(pad_dim(found, 1, self.region.world_size), 1, 2, self.region.group)
+
+
+def _bias_of_sequence(self: nn.Module, query_length: int, key_length: int, **options: Any) -> Tensor:
+    """Compute T5's position bias, [1, heads, seq, seq], in a layer whose hidden states are a slice of a sequence."""
+    length = self.sequence_exchange.region.length
+    return type(self).compute_bias(self, length, length, **options)
+
+
+def repeated_for(x: Tensor, size: int) -> Tensor:
+    """Repeat heads of [batch, heads, ...] that are fewer than `size`, so that every rank gets one."""
+    return x if x.shape[1] % size == 0 else x.repeat_interleave(size // x.shape[1], 1)
+
+
+_FIELDS = "hidden_states"  # hidden_states, encoder_hidden_states, ...
+
+
+class BlockedSequence(SequenceParallel):
+    """Sequence-parallel region whose tokens are a `BlockedTensor` along the sequence: [batch, seq/blocks, hidden] each.
+
+    Inside of a tensor-parallel region ranks have whole sequences, and each weight is computed in blocks of features.
+
+    Args:
+        group: process group of the axis.
+        blocks: the blocks of the axis.
+        is_cut: whether ranks have different blocks of the sequence; otherwise each of them has all.
+    """
+
+    sums_gradients = False
+
+    def __init__(self, group: ProcessGroup, blocks: Blocks, is_cut: bool) -> None:
+        super().__init__(group)
+        self.is_cut, count = is_cut, blocks.sequence_count
+        self.blocks = replace(blocks, count=count, local=own_blocks(count, group) if is_cut else range(count))
+
+    @property
+    def grad_group(self) -> ProcessGroup | None:
+        """The ranks whose gradients of parameters between regions are partial sums; None if they are whole."""
+        return self.group if self.is_cut else None
+
+    def enter(self, x: Tensor) -> BlockedTensor:
+        """Divide [batch, seq, hidden], the same on every rank, into this rank's blocks."""
+        self.length = x.shape[SEQ_DIM]
+        return self._divide(x)
+
+    def gather(self, x: BlockedTensor) -> Tensor:
+        """Join the blocks of all ranks: [batch, seq, hidden], the same on every rank; `f` sums its gradient.
+
+        Also [batch * seq/blocks, hidden] -> [batch * seq, hidden], for layers that flatten both.
+        """
+        if x.dim() == 2:
+            share = -(-self.length // self.blocks.count)
+            return self._gather_whole(x.unflatten(0, (-1, share))).flatten(0, 1)
+        return self._gather_whole(x)
+
+    def reduce_scatter(self, x: BlockedTensor) -> BlockedTensor:
+        """Add up blocks of features, each [batch, seq, hidden], and keep this rank's blocks of the sequence."""
+        whole = reduce_from_blocks(x, self.group)
+        if whole.dim() == 2:
+            return self._divide(whole.unflatten(0, (-1, self.length))).flatten(0, 1)
+        return self._divide(whole)
+
+    def _divide(self, x: Tensor) -> BlockedTensor:
+        return BlockedTensor(_Divide.apply(x, self), self.blocks)
+
+    def _gather_whole(self, x: BlockedTensor) -> Tensor:
+        return _Join.apply(self, self.length, *x.blocks)
+
+    def parts_of(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """Return this rank's blocks of [batch, seq, hidden], padded with zeros, in memory of their own."""
+        parts = pad_dim(whole, SEQ_DIM, self.blocks.count).chunk(self.blocks.count, SEQ_DIM)
+        return tuple(parts[index].clone(memory_format=torch.contiguous_format) for index in self.blocks.local)
+
+    def whole_of(self, parts: Sequence[Tensor], length: int) -> Tensor:
+        """Return [batch, seq, hidden] from the blocks of all ranks, without padding."""
+        if self.is_cut:
+            own = torch.stack(parts)
+            everyone = own.new_empty((self.blocks.count, *own.shape[1:]))
+            all_gather_flat(everyone.view(-1), own.view(-1), group=self.group)
+            parts = everyone.unbind()
+        return torch.cat(parts, SEQ_DIM).narrow(SEQ_DIM, 0, length).contiguous()
+
+
+class _Divide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, region: BlockedSequence) -> tuple[Tensor, ...]:
+        ctx.region, ctx.length = region, whole.shape[SEQ_DIM]
+        return region.parts_of(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.region.whole_of(grads, ctx.length), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, region: BlockedSequence, length: int, *parts: Tensor) -> Tensor:
+        ctx.region = region
+        return region.whole_of(parts, length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.region.parts_of(grad)
+
+
+def use_parameters_by_block(layers: Iterable[nn.Module], region: BlockedSequence) -> None:
+    """Let modules between regions read an alias of each parameter for each block; see `Blocks.use`."""
+    blocks = region.blocks
+
+    def aliases_of(module: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+        is_between = any(isinstance(x, BlockedTensor) and x.region is blocks for x in inputs)
+        if not is_between or not torch.is_grad_enabled():
+            return {}
+        trained = {name: each for name, each in module._parameters.items() if each is not None and each.requires_grad}
+        return {name: BlockedTensor([blocks.use(each) for _ in blocks.local], blocks) for name, each in trained.items()}
+
+    for module in dict.fromkeys(each for layer in layers for each in layer.modules()):
+        if any(parameter is not None for parameter in module._parameters.values()):
+            alias_parameters(module, aliases_of)
+
+
+def return_whole_states(model: nn.Module, region: BlockedSequence) -> None:
+    """Let `model` return the hidden states of whole sequences, if all ranks have all blocks of them."""
+
+    def join(_: nn.Module, __: tuple, outputs: Any) -> Any:
+        for name, value in outputs.items() if isinstance(outputs, Mapping) else ():
+            if name.endswith(_FIELDS) and isinstance(value, tuple):
+                outputs[name] = tuple(region.gather(x) if isinstance(x, BlockedTensor) else x for x in value)
+        return outputs
+
+    model.register_forward_hook(join)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.policy import PlanPolicy, asked
+from shardformer.policies.plans.regions import Recording, find_regions, local_choices, record, with_own_masks
 from shardformer.policies.plans.stages import ExecutionOrder
 from shardformer.policies.plans.styles import STYLES
-from shardformer.policies.proposed.regions import Recording, find_regions, local_choices, record, with_own_masks
 from shardformer.utils.derived_modules import stored_weight
 from shardformer.utils.module_paths import starred
 from shardformer.utils.source import GETTERS

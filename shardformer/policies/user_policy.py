@@ -31,8 +31,7 @@ from shardformer.policies.feature_counts import whole_counts
 from shardformer.policies.plans.stages import layer_paths, stage_layout
 from shardformer.policies.plans.styles import lowered
 from shardformer.policies.registry import policy_for
-from shardformer.policies.user.slots import Argument, Col_Layer, Layer, Row_Layer
-from shardformer.policies.user.tp_info import TPInfo
+from shardformer.policies.user_forms import Argument, Col_Layer, Layer, Row_Layer, TPInfo
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StageLayout
 from shardformer.utils.derived_modules import replace_modules, with_class

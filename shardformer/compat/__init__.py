@@ -1,1 +1,0 @@
-"""Interfaces of other libraries."""

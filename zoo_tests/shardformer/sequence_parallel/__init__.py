@@ -1,1 +1,0 @@
-"""Tests of `shardformer/sequence_parallel`."""
