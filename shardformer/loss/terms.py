@@ -277,7 +277,8 @@ class LossTerm:
             return self.weight / torch.as_tensor(divisor, device=global_count.device).to(global_count).reshape(())
         if self.is_sum:
             return torch.full_like(global_count, self.weight)
-        return self.weight / (global_count + self.epsilon).clamp(min=1.0)
+        count = (global_count + self.epsilon if self.epsilon else global_count).clamp(min=1.0)
+        return count.reciprocal() if self.weight == 1.0 else self.weight / count
 
 
 class HeadLoss:
@@ -341,6 +342,8 @@ class HeadLoss:
         """Return [terms], float64: the number of values in this batch that each mean is over, 0 without its labels."""
         batch = self._seen(batch)
         found = {term: term.count(term.labels_of(batch), batch).double() for term in self._given(batch)}
+        if len(self.terms) == 1:
+            return found[self.terms[0]].reshape(1)
         none = torch.zeros_like(next(iter(found.values())))
         return torch.stack([found.get(term, none) for term in self.terms])
 
@@ -367,12 +370,12 @@ class HeadLoss:
             part: labels [batch, seq] -> labels of the tokens that `outputs` cover; None if they cover all tokens.
         """
         batch, counts = self._seen(batch), dict(zip(self.terms, global_counts, strict=True))
-        share: Any = 0
+        shares = []
         for term in self._given(batch):
             labels = term.labels_of(batch)
             total = term.total(outputs, labels if part is None else part(labels))
-            share = share + total * term.factor(batch, counts[term]).to(total.dtype)
-        return share
+            shares.append(total * term.factor(batch, counts[term]).to(total.dtype))
+        return sum(shares[1:], start=shares[0])
 
     def _given(self, batch: Batch) -> list[LossTerm]:
         """Return the terms of the loss of this batch."""

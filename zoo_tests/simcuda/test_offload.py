@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from plugins.hybrid_parallel.zero.reducer import KEPT_BUFFERS
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case
 from zoo_tests.harness.ranks import DEVICE_VARIABLE, run_on_ranks
 from zoo_tests.harness.train_sharded import boost
+from zoo_tests.hybrid_parallel.zero.test_memory import most_whole_gradients
 from zoo_tests.parity import test_zero_stages
 
 
@@ -48,3 +50,6 @@ def test_stage_2_keeps_no_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     """Where no rank learns in time whether a sum is finite, gradients were kept for reports on those that are not."""
     monkeypatch.setenv(DEVICE_VARIABLE, "simcuda")
     test_zero_stages.test_no_whole_gradient_outlives_a_micro_batch()
+    options = {"zero_stage": 2, "zero_bucket_size_in_mb": 0.05}
+    for most, count in run_on_ranks(2, most_whole_gradients, options):
+        assert most <= KEPT_BUFFERS < count

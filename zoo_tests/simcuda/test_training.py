@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (number of ranks, 
     "tp2": (2, {"tp_size": 2}),
     "tp2-sequence": (2, {"tp_size": 2, "enable_sequence_parallelism": True}),
     "pp2": (2, {"pp_size": 2, "num_microbatches": 4}),
-    "dp2": (2, {"dp_size": 2, "zero_stage": 1, "zero_bucket_size_in_mb": 0.02}),
+    "dp2": (2, {"dp_size": 2, "zero_stage": 1, "zero_bucket_size_in_mb": 0.02, "num_microbatches": 4}),
     "dp2-zero0": (2, {"dp_size": 2, "zero_stage": 0}),
     "tp2-exchange": (2, {"tp_size": 2, **_EXCHANGE}),
     "cp2": (2, {"cp_size": 2}),
@@ -141,7 +141,7 @@ def test_under_every_rule(layout: str) -> None:
 
 def train_in_sixteen_bits(options: dict[str, Any], device: str) -> tuple[list[float], float]:
     """The losses and the loss scale at the end."""
-    training = Training("llama", dp_size=2, zero_stage=1, **options)
+    training = Training("llama", dp_size=2, zero_stage=1, num_microbatches=2, **options)
     assert training.device == device
     losses = [training.step(number) for number in range(STEPS)]
     return losses, training.optimizer.loss_scale.value

@@ -127,7 +127,7 @@ def count_factor(rows: Tensor, count: Tensor, is_counted: Tensor) -> Tensor:
 
 def unscaled(value: Tensor, scale: float) -> Tensor:
     """Return a gradient, or a norm of gradients, that is held at `scale`, at scale 1."""
-    return value / scale
+    return value if scale == 1.0 else value / scale
 
 
 def norm_of(values: Tensor, norm_type: float = 2.0) -> Tensor:

@@ -30,6 +30,7 @@ from plugins.hybrid_parallel.zero.bucket_layout import (
     GradBufferPool,
     OptimizerShard,
     Source,
+    add_together,
     gaps_between,
     move_into,
     places_in_bucket,
@@ -135,7 +136,7 @@ class Bucket:
         self.norm: Tensor | None = None
         self._lent: set[int] = set()  # parameters whose slots were handed to a matmul to write gradients to
         self._stale: set[int] = set()  # parameters with dropped gradients whose values are still in the shard
-        self._waiting: dict[int, Tensor] = {}  # gradients that are not in `_flat_grads` yet
+        self._waiting: dict[int, tuple[Tensor, bool]] = {}  # not in `_flat_grads` yet; are those of earlier passes?
         self._num_waiting = 0
         self._forget_views()
         # Whether later steps have their gradients in the same memory of a GPU.
@@ -187,7 +188,7 @@ class Bucket:
         """
         if self.launched:
             raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")
-        if stays and grad.is_cuda and index not in self.written and index not in self._lent:
+        if stays and grad.is_cuda and index not in self._lent:
             self._wait_for_others(index, grad)
             return
         self._provide_flat_grads()
@@ -219,7 +220,10 @@ class Bucket:
         self._num_waiting = 0
 
     def _wait_for_others(self, index: int, grad: Tensor) -> None:
-        self._waiting[index] = grad
+        if index in self._waiting:
+            self._take_waiting()
+        self._waiting[index] = grad, index in self.written
+        self.adds = self.adds or index in self.written
         self.written.add(index)
         self._num_waiting += grad.numel()
         if self._num_waiting >= _MOST_WAITING:
@@ -229,7 +233,10 @@ class Bucket:
         waiting = dict(self._waiting)
         self.forget_waiting()
         self._provide_flat_grads()
-        torch._foreach_copy_([self._grad_view(index) for index in waiting], list(waiting.values()))
+        for adds, take in ((False, torch._foreach_copy_), (True, add_together)):
+            chosen = {index: grad for index, (grad, is_added) in waiting.items() if is_added is adds}
+            if chosen:
+                take([self._grad_view(index) for index in chosen], list(chosen.values()))
 
     def _provide_flat_grads(self) -> None:
         if self._flat_grads is None and not self.used and self.options.num_shards == 1:

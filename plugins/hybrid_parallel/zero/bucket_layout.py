@@ -241,6 +241,23 @@ def gaps_between(offsets: Sequence[int], sizes: Sequence[int], total: int) -> li
     return gaps if end == total else [*gaps, (end, total)]
 
 
+_ALONE = 2**20  # elements from which a sum by itself takes longer on a GPU than its launch
+
+
+def add_together(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Add gradients of a GPU to their sums, small ones by two kernels: one for all takes no two dtypes."""
+    small = [(total, grad) for total, grad in zip(sums, grads, strict=True) if grad.numel() < _ALONE]
+    for total, grad in zip(sums, grads, strict=True):
+        if grad.numel() >= _ALONE:
+            total.add_(grad)
+    if small:
+        sums, grads = zip(*small, strict=True)
+        wide = grads if grads[0].dtype == sums[0].dtype else [torch.empty_like(total) for total in sums]
+        if wide is not grads:
+            torch._foreach_copy_(wide, grads)
+        torch._foreach_add_(sums, wide)
+
+
 Source = Callable[[], Tensor]  # returns the values of a parameter, in the precision that an optimizer needs
 
 
@@ -300,15 +317,16 @@ class OptimizerShard:
             parameter = parameter_like(param, view.view_as(param) if whole else view).requires_grad_(True)
             self.pieces.append(BucketSlice(index, start, stop, place, parameter))
 
-    def differs(self) -> Tensor | None:
-        """Return on the GPU whether parameters are no longer the rounded values (0-d bool); None where it waits anyway.
+    def unchanged(self) -> Tensor | None:
+        """Return on the GPU whether parameters are the rounded values (0-d bool); None where the host waits anyway.
 
         Comparing moves half of the memory that taking over does.
         """
         if not self._is_copy or self._parameters.device.type == "cpu" or self.values.device != self._parameters.device:
             return None
         parts = zip(self.values.split(_AT_ONCE), self._parameters.split(_AT_ONCE), strict=True)
-        return torch.stack([(own.to(present.dtype) != present).any() for own, present in parts]).any()
+        same = [(own.to(present.dtype) == present).all() for own, present in parts]
+        return same[0] if len(same) == 1 else torch.stack(same).all()
 
     def take_changed_parameters(self) -> None:
         """Take over parameters that other code has changed since `write_parameters`.
@@ -368,10 +386,10 @@ def look_at(norm: Tensor, shards: Sequence[OptimizerShard]) -> bool:
 
     Call it right before `take_changed_parameters`: what is changed in between is not seen.
     """
-    asked = [(shard, changed) for shard in shards if (changed := shard.differs()) is not None]
-    flags = [each for _, each in asked]
-    is_finite = torch.isfinite(norm)
-    finite, *changed = torch.stack([is_finite.to(flags[0].device) if flags else is_finite, *flags]).tolist()
-    for (shard, _), is_changed in zip(asked, changed, strict=True):
-        shard.may_differ = is_changed or not finite  # a step that is skipped takes nothing
+    asked = [(shard, same) for shard in shards if (same := shard.unchanged()) is not None]
+    is_finite = norm < math.inf  # False for nan, too
+    flags = [same for _, same in asked]
+    finite, *unchanged = torch.stack([is_finite.to(flags[0].device) if flags else is_finite, *flags]).tolist()
+    for (shard, _), is_same in zip(asked, unchanged, strict=True):
+        shard.may_differ = not is_same or not finite  # a step that is skipped takes nothing
     return finite

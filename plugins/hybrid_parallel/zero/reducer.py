@@ -168,7 +168,7 @@ def check_hooks(model: nn.Module) -> None:
             )
 
 
-# Number of launched reductions whose local gradients are kept on a CPU.
+# Number of launched reductions whose local gradients are kept: on a CPU, and on a GPU under ZeRO stages 2 and 3.
 IN_FLIGHT = 2
 # Buffers kept from step to step: those in flight, the one being written and the one being released. Buffers that have
 # accumulated several passes are all kept: fresh pages for them would cost more than the reduction.
@@ -411,8 +411,10 @@ class GradientReducer:
         queue[self._next].launch()
         self._next += 1
         earlier = self._next - 1 - IN_FLIGHT
-        # On a GPU, waiting would stall the next kernels too.
-        if not self.waits or earlier < 0 or queue[earlier].flat.device.type != "cpu":
+        # On a GPU the next kernels wait, too: only where no rank is to have the gradients of a whole pass in memory.
+        if not self.waits or earlier < 0:
+            return
+        if queue[earlier].flat.device.type != "cpu" and not queue[earlier].options.reduces_each_pass:
             return
         queue[earlier].collect()
         queue[earlier].page_out()
