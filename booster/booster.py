@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -30,11 +31,25 @@ _INSTEAD = {
     **dict.fromkeys(("step", "zero_grad"), "the optimizer's, optimizer.step() and optimizer.zero_grad()"),
     **dict.fromkeys(("clip_grad_norm", "clip_grad_norm_"), "model.clip_grad_norm_(1.0), or max_norm=1.0 of the plugin"),
     **dict.fromkeys(("is_main_process", "print"), "if torch.distributed.get_rank() == 0:"),
+    **dict.fromkeys(
+        ("process_index", "local_process_index", "num_processes", "rank", "world_size"),
+        "torch.distributed.get_rank() and torch.distributed.get_world_size()",
+    ),
+    **dict.fromkeys(
+        ("gather", "gather_for_metrics", "reduce"),
+        "result.loss, the mean of all ranks, or torch.distributed.all_reduce of your own sum and count",
+    ),
+    "accumulate": "with booster.no_sync(model, optimizer): around all passes of a step but the last",
+    "autocast": "precision='bf16' of the plugin",
+    "log": "booster.meter(model)",
+    "set_seed": "booster.launch_from_torch(seed=42)",
+    "device": "next(model.parameters()).device",
     **dict.fromkeys(("unwrap", "unwrap_model"), "model.unwrap()"),
     **dict.fromkeys(("barrier", "wait_for_everyone"), "torch.distributed.barrier()"),
 }
 _KEYWORDS = ("model", "optimizer", "criterion", "dataloader", "lr_scheduler")
 _OF_STEP = ("data_iter", "model", "criterion", "optimizer", "return_loss", "return_outputs")
+_OF_METER = tuple(inspect.signature(Meter).parameters)[1:]
 _BETWEEN = (__name__, "booster.errors", "contextlib")  # modules of the frames between a script and its call of `boost`
 
 
@@ -54,6 +69,10 @@ class Booster:
     @partial(checks_arguments, example="Booster(plugin=HybridParallelPlugin(tp_size=2))")
     def __init__(self, plugin: Plugin | str) -> None:
         self.plugin = load_plugin(plugin) if isinstance(plugin, str) else plugin
+        if not isinstance(self.plugin, Plugin):
+            name = plugin.__name__ if isinstance(plugin, type) else "HybridParallelPlugin"
+            what = f"the class {name}" if isinstance(plugin, type) else f"a {type(plugin).__name__}"
+            raise ConfigurationError(f"Booster() got {what} for its plugin; write Booster(plugin={name}(tp_size=2))")
         self._criterion: Callable[[Any, Any], Any] | None = None
 
     @failure.guard("booster.boost")
@@ -122,6 +141,7 @@ class Booster:
         """
         self.plugin.backward(loss, optimizer, by_rows)
 
+    @partial(checks_arguments, example="booster.execute_pipeline(batches, model, optimizer=optimizer)")
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],
@@ -156,8 +176,10 @@ class Booster:
         instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise AttributeError(f"Booster has no {name}{instead}", name=name, obj=self)
 
+    @checks_arguments
     def meter(self, model: nn.Module, total_steps: int | None = None, **options: Any) -> Meter:
         """Return a meter of loss, speed, utilization, memory and time left; see `Meter` for its options."""
+        check_names(options, _OF_METER, "booster.meter")
         return Meter(self.plugin, model, total_steps, **options)
 
     @checks_arguments

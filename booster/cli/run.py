@@ -129,7 +129,17 @@ _SHUTDOWN_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
 _TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _OWN_SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"
 _NPROC_VARIABLE = "PET_NPROC_PER_NODE"
-_RANKS = re.compile(r"(?<!\S)(-n|--n|--np|--nprocs?|--num[-_]processes|--world[-_]size)(?=\s|=|$)")
+# Options that stand before a script elsewhere, as the parser's message names them -> what to use.
+_INSTEAD = {
+    re.compile(rf"(?<!\S)({names})(?=[\s=]|$)"): instead
+    for names, instead in {
+        r"--?np?|--nprocs?|--num[-_](?:processes|gpus)|--n?gpus|--world[-_]size": f"--nproc-per-node, as in {_EXAMPLE}",
+        r"--(?:tp|pp|cp|sp|ep|dp|zero)(?:[-_](?:size|stage))?": (
+            "--layout, as in `booster run --nproc-per-node 4 --layout tp=2,pp=2 script.py`, or the plugin in the script"
+        ),
+    }.items()
+}
+_BEFORE_SCRIPT = ("nproc-per-node", "nnodes", "layout", "elastic", "min-ranks", "max-ranks", "rdzv-endpoint")
 _NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
 
 
@@ -147,9 +157,9 @@ def main(arguments: list[str]) -> int:
         options.nproc_per_node = options.nproc_per_node or "1"
     _check(options)
     _take_over(options)
-    hidden = None if options.module or options.no_python else hidden_beside(Path(options.training_script).resolve())
-    if hidden is not None:
-        sys.stderr.write(f"note: {hidden}\n")
+    if not (options.module or options.no_python):
+        notes = (hidden_beside(Path(options.training_script).resolve()), _misplaced(options))
+        sys.stderr.writelines(f"note: {each}\n" for each in notes if each is not None)
     if not elastic:
         _prepare(options)
     _choose_allocator()
@@ -209,8 +219,9 @@ def _refuse(message: str) -> NoReturn:
     """Replace the parser's `error` method, which prints the whole usage."""
     if "training_script" in message:
         raise ConfigurationError(f"no script was given; use {_EXAMPLE}")
-    if (name := _RANKS.search(message)) is not None:
-        raise ConfigurationError(f"{_PROG} has no option '{name[0]}'; use --nproc-per-node, as in {_EXAMPLE}")
+    for names, instead in _INSTEAD.items():
+        if (name := names.search(message)) is not None:
+            raise ConfigurationError(f"{_PROG} has no option '{name[0]}'; use {instead}")
     raise ConfigurationError(f"{message}; `{_PROG} --help` lists what there is")
 
 
@@ -225,6 +236,21 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"script '{script}' is not a file; use one that exists, as in {_EXAMPLE}")
     if options.module and options.no_python:
         raise ConfigurationError("--module and --no-python exclude one another; use one of them")
+
+
+def _misplaced(options: argparse.Namespace) -> str | None:
+    """Return a note on an option of ours behind the name of a script that does not take it; None without one."""
+    source = Path(options.training_script).read_text(encoding="utf-8", errors="replace")
+    for word in options.training_script_args:
+        name = word.removeprefix("--").partition("=")[0].replace("_", "-")
+        as_field = name.replace("-", "[-_]")
+        taken = rf"""["']--{as_field}\b|(?<![-\w]){name.replace("-", "_")}\s*[:=]"""
+        if word.startswith("--") and name in _BEFORE_SCRIPT and not re.search(taken, source):
+            return (
+                f"--{name} stands behind the script's name, so that the script gets it and {_PROG} does not; write "
+                f"`{_PROG} --{name} … {options.training_script}`"
+            )
+    return None
 
 
 def _profile(options: argparse.Namespace) -> JobProfile | None:

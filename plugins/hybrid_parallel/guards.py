@@ -6,6 +6,7 @@ Other engines probe an object for attributes of their own before they wrap it. T
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, Mapping
@@ -411,6 +412,25 @@ def check_boosted_optimizer(optimizer: Any) -> None:
             f"the optimizer is a plain {type(optimizer).__name__}; pass the one that boost() returned for one that "
             "was made before: model, optimizer, … = booster.boost(model, optimizer, …)"
         )
+
+
+def check_criterion(criterion: Any) -> None:
+    """Refuse what stands where the criterion belongs, and cannot be called with outputs and a batch."""
+    is_other = isinstance(criterion, Optimizer) or "torch.nn." in str(getattr(criterion, "__module__", ""))
+    if is_other or not callable(criterion):
+        raise ConfigurationError(
+            f"a {type(criterion).__name__} stands where the criterion belongs, a function of outputs and batch; "
+            "write optimizer=optimizer, or criterion=lambda outputs, batch: loss(outputs.logits, batch['labels'])"
+        )
+    try:
+        inspect.signature(criterion).bind(None, None)
+    except ValueError:  # a built-in function does not tell what it takes
+        return
+    except TypeError:
+        raise ConfigurationError(
+            f"the criterion takes {inspect.signature(criterion)}, and is called with the outputs and the batch; write "
+            "criterion=lambda outputs, batch: loss(outputs.logits, batch['labels'])"
+        ) from None
 
 
 def check_resumable_loader(loader: Any) -> None:

@@ -28,7 +28,7 @@ from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh, in_blocks, ranks_of
 from plugins.hybrid_parallel.features.diagnostics import check_options
 from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
-from plugins.hybrid_parallel.guards import check_boosted, check_boosted_optimizer
+from plugins.hybrid_parallel.guards import check_boosted, check_boosted_optimizer, check_criterion
 from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
 from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
 from shardformer.attention import log_once
@@ -261,11 +261,8 @@ class HybridParallelPlugin(Plugin):
         self, batch: Any, model: nn.Module, criterion: Callable[[Any, Any], Any] | None, needs_loss: bool
     ) -> tuple[Any, Callable[[Any, Any], Any] | None]:
         """Return the batch as a mapping and the criterion that takes it; subclasses may convert them."""
-        if isinstance(criterion, torch.optim.Optimizer) or "torch.nn." in str(getattr(criterion, "__module__", "")):
-            raise ConfigurationError(
-                f"a {type(criterion).__name__} stands where the criterion belongs, a function of outputs and batch; "
-                "write optimizer=optimizer, or criterion=lambda outputs, batch: loss(outputs.logits, batch['labels'])"
-            )
+        if criterion is not None:
+            check_criterion(criterion)
         return batch, criterion
 
     @contextmanager

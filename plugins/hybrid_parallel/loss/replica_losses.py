@@ -176,6 +176,11 @@ def loss_and_count(loss: Any) -> tuple[Tensor, Any]:
             f"booster.backward got a {type(loss).__name__} for the loss, as a model returns without labels in the "
             "batch; give it labels, or compute a mean or (sum, count) from its outputs"
         )
+    if not value.requires_grad:
+        raise ConfigurationError(
+            "booster.backward got a loss without a graph, as execute_pipeline returns it after the backward pass, and "
+            "torch.no_grad() leaves it; call optimizer.step(), or compute the loss from model(**batch) outside of that"
+        )
     count = rest[0] if rest else None
     is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
     if rest and not is_number:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -69,7 +69,20 @@ def run_batch(
         reducer.finish(factor)
     if value is not None:
         value = value.to(torch.float64 if model.options.dtype == torch.float64 else torch.float32)
+        value.backward, value.__getstate__ = _refuse_backward, _no_state
     return PipelineResult(value, None if outputs is None else _share_outputs(model, outputs, split))
+
+
+def _refuse_backward(*args: Any, **kwargs: Any) -> NoReturn:
+    """Replace `backward` of the loss of a step, which has no graph."""
+    raise ConfigurationError(
+        "result.loss.backward() has nothing to do: execute_pipeline runs the backward pass itself where it gets "
+        "optimizer=optimizer; call optimizer.step()"
+    )
+
+
+def _no_state() -> None:
+    """Replace `__getstate__` of that loss, so that it is pickled as any tensor is."""
 
 
 def _checked(

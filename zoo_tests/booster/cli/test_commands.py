@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from booster.cli import front
+from booster.cli import front, run
 from booster.cli.completion import parser_of
 from booster.cli.main import main
 from zoo_tests.harness.environment import environment_of_a_job
@@ -45,6 +45,15 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (
             ["run", "--np", "2", "x"],
             "booster run has no option '--np'; use --nproc-per-node, as in `booster run --nproc-per-node 4 script.py`",
+        ),
+        (
+            ["run", "--gpus=2", "x"],
+            "booster run has no option '--gpus'; use --nproc-per-node, as in `booster run --nproc-per-node 4 script.py`",
+        ),
+        (
+            ["run", "--tp", "2", "x"],
+            "booster run has no option '--tp'; use --layout, as in `booster run --nproc-per-node 4 --layout tp=2,pp=2 "
+            "script.py`, or the plugin in the script",
         ),
         (["run", "--bad", "x"], "unrecognized arguments: --bad; `booster run --help` lists what there is"),
         (
@@ -83,6 +92,25 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 )
 def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str) -> None:
     assert outcome(capsys, *arguments) == (2, "", f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "is_told"),
+    [
+        ('"""booster run --nproc-per-node 2 script.py"""', ["--epochs", "3", "--nproc_per_node", "2"], True),
+        ("", ["--epochs", "3", "layout"], False),
+        ('parser.add_argument("--layout")', ["--layout=tp=2"], False),
+        ("layout: str = ''", ["--layout", "two columns"], False),
+    ],
+)
+def test_an_option_behind_the_script_is_told_unless_the_script_takes_it(
+    source: str, arguments: list[str], is_told: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    note = run._misplaced(run.parser().parse_args([str(script), *arguments]))
+    assert (note is not None) is is_told
+    assert note is None or note.endswith(f"write `booster run --nproc-per-node … {script}`")
 
 
 @pytest.mark.parametrize("name", [None, *front.commands()])
