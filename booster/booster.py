@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from booster import failure
 from booster.checkpoint import SavedCheckpoint, load_lr_scheduler, save_lr_scheduler
@@ -71,8 +71,9 @@ class Booster:
         self.plugin = load_plugin(plugin) if isinstance(plugin, str) else plugin
         if not isinstance(self.plugin, Plugin):
             name = plugin.__name__ if isinstance(plugin, type) else "HybridParallelPlugin"
-            what = f"the class {name}" if isinstance(plugin, type) else f"a {type(plugin).__name__}"
-            raise ConfigurationError(f"Booster() got {what} for its plugin; write Booster(plugin={name}(tp_size=2))")
+            raise ConfigurationError(
+                f"Booster() got {_what(plugin)} for its plugin; write Booster(plugin={name}(tp_size=2))"
+            )
         self._criterion: Callable[[Any, Any], Any] | None = None
 
     @failure.guard("booster.boost")
@@ -114,7 +115,7 @@ class Booster:
         """
         if not isinstance(plugin, Plugin):
             raise ConfigurationError(
-                f"relayout() got a {type(plugin).__name__} for its plugin; give the plugin of the new layout first, "
+                f"relayout() got {_what(plugin)} for its plugin; give the plugin of the new layout first, "
                 "then the objects"
             )
         result = self._prepared("relayout", partial(self.plugin.relayout, plugin), objects, named)
@@ -180,6 +181,10 @@ class Booster:
     def meter(self, model: nn.Module, total_steps: int | None = None, **options: Any) -> Meter:
         """Return a meter of loss, speed, utilization, memory and time left; see `Meter` for its options."""
         check_names(options, _OF_METER, "booster.meter")
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(
+                f"booster.meter() got {model!r:.40} for its model; write booster.meter(model, total_steps=100)"
+            )
         return Meter(self.plugin, model, total_steps, **options)
 
     @checks_arguments
@@ -436,6 +441,10 @@ def _targets() -> tuple[list[str], bool]:
     return names[:count], is_tuple
 
 
+def _what(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
 def _kind(value: Any, call: str) -> str:
     if isinstance(value, torch.optim.Optimizer):
         return "optimizer"
@@ -447,10 +456,11 @@ def _kind(value: Any, call: str) -> str:
     if isinstance(value, nn.Module) and any(True for _ in value.parameters()):
         return "model"
     if isinstance(value, type):
-        raise ConfigurationError(f"{call}() got the class {value.__name__}; make an object of it: {value.__name__}(…)")
+        raise ConfigurationError(f"{call}() got {_what(value)}; make an object of it: {value.__name__}(…)")
     if callable(value):
         return "criterion"
+    is_data = isinstance(value, Dataset | list | tuple)
     raise ConfigurationError(
-        f"{call}() cannot take a {type(value).__name__}; "
-        "give a module, optimizers, learning-rate schedulers, dataloaders or a criterion"
+        f"{call}() cannot take {_what(value)}; give a module, optimizers, learning-rate schedulers, dataloaders or a "
+        f"criterion{'; a list of samples goes in DataLoader(…, batch_size=8)' if is_data else ''}"
     )

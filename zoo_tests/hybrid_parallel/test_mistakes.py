@@ -48,6 +48,7 @@ MISTAKES = [
     ("tp2", "all = booster.boost(model, train_dataloader=loader)", "use model, optimizer, criterion, dataloader"),
     ("dp2", "model = booster.boost(DistributedDataParallel(model))", "leave that out"),
     ("tp2", "both = booster.boost(model, SGD)", "make an object of it: SGD(…)"),
+    ("tp2", "both = booster.boost(model, loader.dataset)", "a list of samples goes in DataLoader(…, batch_size=8)"),
     ("dp2", "… booster.boost(model, optimizer)", "boost a model once"),
     # ----- the layout -----
     ("tp2", "Booster(tp_size=2)", "write Booster(plugin=HybridParallelPlugin(tp_size=2))"),
@@ -65,6 +66,8 @@ MISTAKES = [
     ("tp2", "… booster.execute_pipeline(model, batch, optimizer=optimizer)", "execute_pipeline(data_iter, model, …)"),
     ("tp2", "… booster.execute_pipeline(batch, model, lambda o, _: o.loss, optimizer)", "leave the criterion out"),
     ("tp2", "… booster.execute_pipeline(batch, model, optimizer)", "write optimizer=optimizer"),
+    ("dp2", "… booster.execute_pipeline({'input_ids': [[1, 2]] * 2}, model)", "give a tensor of integers, as torch."),
+    ("tp2", "… booster.execute_pipeline({'input_ids': torch.zeros(2, 3)}, model)", "give a tensor of integers"),
     ("dp2", "… booster.execute_pipeline(batch, model, torch.nn.CrossEntropyLoss(), optimizer)", "lambda outputs,"),
     (
         "tp2",
@@ -79,6 +82,7 @@ MISTAKES = [
     ("pp2", "… booster.execute_pipeline(batch, model, optimizer=optimizer).loss.backward()", "call optimizer.step()"),
     ("tp2", "… booster.backward(booster.execute_pipeline(batch, model).loss, optimizer)", "call optimizer.step(), or"),
     ("tp2", "… booster.meter(model, log_every=10)", "booster.meter has no option 'log_every'; use every"),
+    ("tp2", "… booster.meter(100)", "write booster.meter(model, total_steps=100)"),
     ("tp2", "… booster.accumulate(model)", "with booster.no_sync(model, optimizer):"),
     ("tp2", "… booster.gather(batch)", "use result.loss, the mean of all ranks"),
     ("tp2", "… booster.execute_pipeline(batch, model, optimizer=optimizer)[0]", "has .loss and .outputs"),
@@ -178,6 +182,10 @@ def _good_lines() -> None:
     assert model is not net and len(optimizers) == 1
     result = booster.execute_pipeline(RECIPE.batch(0), script.model, optimizer=script.optimizer)
     assert result["loss"] is result.loss
+    file = BytesIO()
+    torch.save(result.loss, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == result.loss
 
 
 def test_right_lines_are_not_refused() -> None:

@@ -68,6 +68,10 @@ def next_batch(batches: Any) -> Any:
 def as_batch(value: Any) -> dict[str, Any]:
     """Return a batch as keyword arguments of the model."""
     if isinstance(value, Mapping):
+        ids = value.get("input_ids")
+        if ids is not None and not (isinstance(ids, Tensor) and not ids.is_floating_point()):
+            what = f"is of {ids.dtype}" if isinstance(ids, Tensor) else f"is a {type(ids).__name__}"
+            raise ConfigurationError(f"input_ids of the batch {what}; give a tensor of integers, as torch.tensor(ids)")
         return dict(value)
     raise ConfigurationError(
         f"a batch is a {type(value).__name__}; use a mapping of the model's keyword arguments to tensors"

@@ -47,8 +47,8 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
             "booster run has no option '--np'; use --nproc-per-node, as in `booster run --nproc-per-node 4 script.py`",
         ),
         (
-            ["run", "--gpus=2", "x"],
-            "booster run has no option '--gpus'; use --nproc-per-node, as in `booster run --nproc-per-node 4 script.py`",
+            ["run", "-np", "2", "x"],
+            "booster run has no option '-np'; use --nproc-per-node, as in `booster run --nproc-per-node 4 script.py`",
         ),
         (
             ["run", "--tp", "2", "x"],
