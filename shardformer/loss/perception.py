@@ -31,7 +31,7 @@ def detection(model: nn.Module) -> HeadLoss | None:
     """Return the loss of a detector; None if parts of it are divided by what a part of the batch does not tell."""
     name = getattr(model.loss_function, "__name__", "")
     if name in _BY_BOXES:
-        return HeadLoss(_by_boxes(model))
+        return _with_parts(_by_boxes(model))
     if name not in _BY_QUERIES:
         return None
 
@@ -41,10 +41,16 @@ def detection(model: nn.Module) -> HeadLoss | None:
     def by_box(outputs: Any, labels: Targets) -> Tensor:
         return (outputs.loss - _classes(outputs)) * _divisor(labels)
 
-    return HeadLoss(
+    return _with_parts(
         LossTerm("labels", lambda labels, _: torch.tensor(_weights(model, labels)), by_query, is_input=True),
         LossTerm("labels", _boxes, by_box, is_input=True),
     )
+
+
+def _with_parts(*terms: LossTerm) -> HeadLoss:
+    loss = HeadLoss(*terms)
+    loss.has_parts = True
+    return loss
 
 
 def _by_boxes(model: nn.Module) -> LossTerm:

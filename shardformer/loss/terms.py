@@ -294,11 +294,12 @@ class HeadLoss:
         reads_keywords: whether the head's forward passes `LOSS_KEYWORDS` on to its loss function.
         further_entries: optional batch entries that the head's forward reads for its loss and this class does not.
         reads_whole_logits: whether logits may not be sharded, as where the model's forward computes the loss.
+        has_parts: whether the model's outputs also have parts of the loss, which are numbers of a whole batch.
         needs_all_labels: whether the head computes a loss only if the batch has the labels of all terms; if not, it
             adds the means whose labels are given.
     """
 
-    reads_whole_logits = False
+    reads_whole_logits = has_parts = False
     needs_all_labels = True
     further_entries: tuple[str, ...] = ()
 

@@ -147,6 +147,8 @@ class Batch:
             count = agreed_microbatches(units, pipeline.microbatches_of, mesh)
         else:
             count = pipeline.microbatches_of(units, mesh.size("pp")) if units else 0
+        if not trains and self.loss.source is LossSource.HEAD and model.head_loss.has_parts:
+            count = min(count, 1)  # micro-batches would each have their own
         check_parts(model.unwrap(), self.entries, count)
         cuts = None if row is None or count < 2 else row.cuts(count, model.options.hidden_size)
         tokens = model.options.media_tokens

@@ -78,7 +78,9 @@ def models_of_sights_and_sounds(size: int) -> dict[str, transformers.PreTrainedM
         activation_dropout=0.0, do_stable_layer_norm=True, feat_extract_norm="layer", num_codevectors_per_group=8,
         codevector_dim=16, proj_codevector_dim=16,
     )  # fmt: skip
-    yolos = transformers.YolosConfig(**SIZES, **NO_DROPOUT, image_size=[16, 16], patch_size=4, num_detection_tokens=6)
+    yolos = transformers.YolosConfig(
+        **SIZES, **NO_DROPOUT, image_size=[16, 16], patch_size=4, num_detection_tokens=6, num_labels=3
+    )
     swin = transformers.SwinConfig(
         **PIXELS, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[2, 2, 2, 2], window_size=2, drop_path_rate=0.0,
         out_features=["stage1", "stage2", "stage3", "stage4"],
@@ -88,7 +90,7 @@ def models_of_sights_and_sounds(size: int) -> dict[str, transformers.PreTrainedM
         encoder_ffn_dim=56, decoder_ffn_dim=56, num_queries=6, dropout=0.0,
     )  # fmt: skip
     maskformer = transformers.MaskFormerConfig(
-        backbone_config=swin, decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32
+        backbone_config=swin, decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32, num_labels=3
     )
     segformer = transformers.SegformerConfig(
         depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 16, 32], num_attention_heads=[1, 2, 2, 4], decoder_hidden_size=16,
