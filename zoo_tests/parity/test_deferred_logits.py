@@ -19,7 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import shardformer.cross_entropy.fused_linear as deferred_logits
 import shardformer.loss.text as text
 from booster import Booster
+from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.loss.step_loss import ScoresAsked, next_tokens
 from shardformer.cross_entropy import chunking
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case
@@ -192,3 +194,20 @@ def test_log_probabilities_without_logits_are_those_of_logits(name: str) -> None
     family, kind, ranks, options = _SCORED[name]
     for gaps in run_on_ranks(ranks, differences_of_scores, family, kind, options):
         assert max(gaps) < (1e-5 if "reproducible" in options else 1e-12)
+
+
+_IDS = torch.arange(8).view(2, 4)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 4)])
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_labels_of_other_tokens_are_refused(name: str, shape: tuple[int, int]) -> None:
+    batch = {"input_ids": _IDS, name: torch.ones(shape, dtype=torch.long)}
+    with pytest.raises(ConfigurationError, match=r"gets labels of shape .* for input_ids of shape \(2, 4\); give each"):
+        next_tokens(batch, None)
+
+
+@pytest.mark.parametrize("temperature", [0, -0.5, float("nan"), "1", None, torch.ones(2)])
+def test_a_temperature_that_is_no_number_above_0_is_refused(temperature: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"temperature=.* divides the logits; use a number above 0"):
+        ScoresAsked(temperature=temperature)

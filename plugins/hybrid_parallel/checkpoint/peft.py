@@ -165,7 +165,7 @@ def adapter_items(model: HybridParallelModel, dtype: torch.dtype | None) -> Iter
             in_file = name if adapter == _DEFAULT else f"{adapter}/{name}"
             saved_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             form = (saved_as, spec_of(tensor).full_shape)
-            yield Item({name: tensor}, Unit((name,), {in_file: form}, keeps_values=True))
+            yield Item({in_file: tensor}, Unit((in_file,), {in_file: form}, keeps_values=True))
 
 
 class MergedAdapters:

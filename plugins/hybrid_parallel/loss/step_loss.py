@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -157,8 +158,10 @@ class ScoresAsked:
     temperature: float = 1.0  # divides the logits
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigurationError(f"temperature={self.temperature} divides the logits; use a number above 0")
+        given = self.temperature
+        is_number = isinstance(given, Real) or (isinstance(given, Tensor) and given.dim() == 0)
+        if not (is_number and given > 0):
+            raise ConfigurationError(f"temperature={given} divides the logits; use a number above 0")
 
 
 class TokenScores(NoLoss):
@@ -447,9 +450,11 @@ def next_tokens(batch: Mapping[str, Any], head_loss: HeadLoss | None) -> tuple[d
 
     Without labels, each token of a text is one, but for padding and the first of each packed document.
     """
+    ids = batch.get("input_ids")
     if batch.get(SHIFTED) is not None:
+        _check_labels(batch[SHIFTED], batch.get("decoder_input_ids", ids))
         return {name: value for name, value in batch.items() if name != "labels"}, False
-    labels, ids = batch.get("labels"), batch.get("input_ids")
+    labels = batch.get("labels")
     if labels is None:
         if ids is None:
             raise ConfigurationError("token_log_probs() finds neither labels nor input_ids in the batch; give either")
@@ -461,5 +466,15 @@ def next_tokens(batch: Mapping[str, Any], head_loss: HeadLoss | None) -> tuple[d
     known = None if head_loss is None else head_loss.terms[0]
     if known is not None and (known.is_input or SHIFTED not in known.keywords):
         return {**batch, "labels": labels, SHIFTED: labels}, False
+    _check_labels(labels, ids)
     rest = {name: value for name, value in batch.items() if name != "labels"}
     return {**rest, SHIFTED: F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]}, True
+
+
+def _check_labels(labels: Tensor, ids: Tensor | None) -> None:
+    """Refuse labels that are not those of the tokens: scores would be of other positions."""
+    if ids is not None and labels.shape != ids.shape:
+        raise ConfigurationError(
+            f"token_log_probs() gets labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}; "
+            f"give each token a label, {IGNORE_INDEX} where it does not count"
+        )

@@ -43,7 +43,9 @@ def _model(family: str, adapted: dict[str, Any] | None = None) -> nn.Module:
     import peft
 
     torch.manual_seed(3)
-    return peft.get_peft_model(model, peft.LoraConfig(r=3, init_lora_weights=False, **adapted))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=3, init_lora_weights=False, **adapted))
+    model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False, **adapted))  # as a reference is
+    return model
 
 
 def _boosted(family: str, options: dict[str, Any], adapted: dict[str, Any] | None = None) -> tuple[Booster, nn.Module]:
@@ -54,7 +56,8 @@ def _boosted(family: str, options: dict[str, Any], adapted: dict[str, Any] | Non
 
 
 def _saved(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    files = {file: file.parent.relative_to(folder) for file in folder.rglob("*.safetensors")}
+    return {str(place / name): each for file, place in files.items() for name, each in load_file(file).items()}
 
 
 def _equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
