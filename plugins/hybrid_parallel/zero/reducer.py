@@ -430,11 +430,12 @@ class GradientReducer:
         flags = [torch.zeros(len(bucket.params), dtype=torch.int32) for bucket in self.buckets]
         for bucket_flags, bucket in zip(flags, self.buckets, strict=True):
             bucket_flags[list(bucket.written | bucket.in_passes)] = 1
-        groups: dict[ProcessGroup, list[Tensor]] = {self.dp_group: flags}
+        groups: dict[ProcessGroup, list[Tensor]] = {self.dp_group: list(flags)}
         for are_stages in (False, True):  # in one order on all ranks
             for bucket_flags, bucket in zip(flags, self.buckets, strict=True):
+                replicas = (self.dp_group, bucket.options.copy_group)
                 for group in bucket.sum_groups:
-                    if (group is bucket.tied_group) is are_stages and group is not bucket.options.copy_group:
+                    if (group is bucket.tied_group) is are_stages and group not in replicas:
                         groups.setdefault(group, []).append(bucket_flags)
         for group, members in groups.items():
             if members and dist.get_world_size(group) > 1:
