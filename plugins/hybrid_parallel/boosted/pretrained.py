@@ -24,6 +24,7 @@ from booster.logging import get_logger
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.guards import GuardedModel, LocalState, WholeState
 from shardformer.distributed.process_groups import all_gather_json
+from shardformer.peft.kinds import is_a
 from shardformer.shard_spec import spec_of
 from shardformer.stages.placeholders import StagePlaceholder
 
@@ -111,14 +112,15 @@ class _WholeCall:
         options = inspect.signature(plain).bind(*args, **kwargs).arguments
         options |= options.pop("kwargs", {})
         state = self._joined_alone(str(options.get("save_directory", "model")))
+        streams = self.method == "save_pretrained" and not self.path and self._may_stream(options)
+        if self._reads_stages() and (state is not None or not streams):
+            raise ConfigurationError(
+                f"model.{self.method}() of peft writes the adapters of rank 0's modules, and other stages have theirs; "
+                "call model.save_pretrained(folder) of the whole model on all ranks, and upload the folder"
+            )
         if state is not None:
-            if self._reads_stages():
-                raise ConfigurationError(
-                    f"model.{self.method}() by rank 0 alone: peft looks for modules_to_save among the modules of rank "
-                    "0, and other stages may have them; call it on all ranks"
-                )
             return self._write(plain, args, kwargs, state)
-        if self.method == "save_pretrained" and not self.path and self._may_stream(options):
+        if streams:
             folder = all_gather_json(str(options["save_directory"]))[0]  # each rank may have made one of its own
             self.model.files.io().save_model(self.model, folder, _size(plain, options))
             return None
@@ -149,10 +151,9 @@ class _WholeCall:
             self.model.files.state = None
 
     def _reads_stages(self) -> bool:
-        """Return whether the method looks for trained modules of peft, of which each stage has its own."""
-        adapters = getattr(self.module, "peft_config", None)
-        named = isinstance(adapters, dict) and any(getattr(each, "modules_to_save", None) for each in adapters.values())
-        return self.model.mesh.size("pp") > 1 and bool(named or getattr(self.module, "modules_to_save", None))
+        """Return whether the method looks for adapters of peft among modules, of which each stage has its own."""
+        is_adapted = is_a(self.module, "model") or bool(getattr(self.module, "modules_to_save", None))
+        return self.model.mesh.size("pp") > 1 and is_adapted
 
     def _may_stream(self, options: Mapping[str, Any]) -> bool:
         function = options.get("save_function")
