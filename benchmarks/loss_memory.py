@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from benchmarks.harness import ratio, run_ranks, table, turns
-from shardformer.layers.lm_head import VocabParallelLMHead, deferred_logits, parallel_logits
+from shardformer.layers.embedding import VocabParallelLMHead, deferred_logits, parallel_logits
 from shardformer.loss.text import token_sum
 
 REPEATS = 3  # one less at full size on CPUs, where a step takes a minute

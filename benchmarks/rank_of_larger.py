@@ -22,7 +22,7 @@ from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
 from shardformer import ShardConfig, ShardFormer
-from shardformer.layers.lm_head import parallel_logits
+from shardformer.layers.embedding import parallel_logits
 from shardformer.policies.registry import head_loss_of
 
 _CPU = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 4096}

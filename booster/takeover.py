@@ -373,7 +373,7 @@ class Takeover(AfterImport):
 def _join(**options: Any) -> None:
     """Join the job, whose ranks end with the exit code of a mistake in the command line if the layout does not fit."""
     from booster import launch_from_torch
-    from booster.failure.failure_report import LAYOUT_VARIABLE
+    from booster.failure.diagnosis import LAYOUT_VARIABLE
 
     os.environ[LAYOUT_VARIABLE] = "1"
     launch_from_torch(seed=None, **options)

@@ -35,7 +35,7 @@ from booster.cli.command_parser import HelpFormatter, epilog
 from booster.elastic.command import add_options, is_elastic, run_elastic
 from booster.errors import ConfigurationError
 from booster.extensions import hidden_beside
-from booster.failure.failure_report import REPORT_VARIABLE
+from booster.failure.diagnosis import REPORT_VARIABLE
 from booster.failure.peers import STATUS_VARIABLE, note_children
 from booster.launch import PROFILE_FOLDER, PROFILE_STEPS
 from booster.network import address_towards, addresses_of, first_address, is_held, is_loopback

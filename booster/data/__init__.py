@@ -1,7 +1,6 @@
 """Data sets for training without padding: documents packed into rows, and batches of one row."""
 
-from booster.data.packed_rows import PackedSampler, PackingCollator
-from booster.data.packing import PackedDataset, pack
-from booster.data.stream import PackedStream
+from booster.data.rows import PackedSampler, PackingCollator
+from booster.data.stream import PackedDataset, PackedStream, pack
 
 __all__ = ["PackedDataset", "PackedSampler", "PackedStream", "PackingCollator", "pack"]

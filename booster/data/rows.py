@@ -1,16 +1,22 @@
-"""How many samples a batch has, and how rows are shared so that replicas have equal work.
+"""How many samples a batch has, how replicas share rows so that they have equal work, and documents in packed rows.
 
 The entries of most batches have a row for each sample. Others list the parts of all samples, as the nodes of graphs,
 crops or boxes do. The model's main input and texts are known to have a row for each sample; where entries disagree and
 none is known, the labels tell. Where nothing tells, the batch is refused as soon as its samples must be counted.
+
+Documents are put into rows of at most a number of tokens by first fit, and batches of one row into one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from booster.errors import ConfigurationError
 
@@ -178,3 +184,208 @@ def _filled(costs: Sequence[int], limit: int, parts: int) -> list[int]:
             held = 0
         held += cost
     return [*cuts, len(costs)]
+
+
+Document = dict[str, Tensor]
+IGNORE_INDEX = -100
+
+
+def parts_of(index: int, length: int, max_tokens: int, too_long: str, longest: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a document that are packed: the first token, and the token behind the last.
+
+    Args:
+        index, length: number and tokens of the document.
+        max_tokens, too_long: see `pack`.
+        longest: tokens of the longest document, if that is known.
+    """
+    if length > max_tokens and too_long == "refuse":
+        raise ConfigurationError(
+            f"document {index} has {length} tokens, more than max_tokens={max_tokens}; use "
+            f"max_tokens={max(length, longest)}, too_long='truncate' or too_long='split'"
+        )
+    whole = min(length, max_tokens) if too_long == "truncate" else length
+    for start in range(0, whole, max_tokens):
+        yield start, min(start + max_tokens, whole)
+
+
+def ids_of(item: Any) -> Any:
+    """Return the token ids of an item of a data set."""
+    if isinstance(item, Mapping) and "input_ids" not in item:
+        raise ConfigurationError(
+            f"an item of the data set has {', '.join(map(str, item))}, and no input_ids; give pack() tokens, or "
+            "tokenize="
+        )
+    return item["input_ids"] if isinstance(item, Mapping) else item
+
+
+def labels_of(item: Any, ids: Tensor, name: str, least: int = 0) -> Tensor:
+    """Return the labels of an item, its `ids` where it has none; refuse other numbers of them than of tokens.
+
+    Args:
+        name: of the item, for the refusal.
+        least: tokens that the item was packed with.
+    """
+    given = item.get("labels") if isinstance(item, Mapping) else None
+    labels = ids if given is None else torch.as_tensor(given, dtype=torch.long)
+    if len(ids) < least or labels.shape != ids.shape:
+        raise ConfigurationError(
+            f"{name} has {len(ids)} input_ids and {len(labels)} labels, and was packed as a document of "
+            f"{least or len(ids)} tokens or more; give each token a label, and pack() the true lengths"
+        )
+    return labels
+
+
+class PackedSampler(Sampler[int]):
+    """Yields the numbers of rows, in groups of similar cost that come in random order.
+
+    The replicas of a step then have equal work. The order depends on the seed, the epoch and the size of a group, and
+    not on the number of replicas, so that training can resume under another layout.
+
+    Args:
+        costs: cost of each row.
+        group: rows of a group.
+        seed: of the order; None to yield the rows in their own order.
+
+    Attributes:
+        epoch: of the next iteration; it is counted by itself, and set by `set_epoch`.
+    """
+
+    def __init__(self, costs: Sequence[int], group: int, seed: int | None) -> None:
+        self._costs, self._group, self._seed = costs, group, seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self._costs)
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        if self._seed is None:
+            yield from range(len(self))
+            return
+        generator = torch.Generator().manual_seed(mixed(self._seed, epoch))
+        # Rows of equal cost are in random order first, so that they meet others in each epoch.
+        shuffled = torch.randperm(len(self), generator=generator).tolist()
+        by_cost = sorted(shuffled, key=lambda row: self._costs[row])
+        # The one short group comes last: otherwise steps behind it would take from two groups.
+        whole = len(self) // self._group
+        first = int(torch.randint(whole + 1, (), generator=generator)) * self._group
+        rest = len(self) % self._group
+        last, by_cost = by_cost[first : first + rest], by_cost[:first] + by_cost[first + rest :]
+        groups = [by_cost[start : start + self._group] for start in range(0, len(by_cost), self._group)]
+        order = torch.randperm(len(groups), generator=generator).tolist()
+        yield from itertools.chain.from_iterable([*(groups[index] for index in order), last])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch of the next iteration."""
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the epoch of the next iteration to a saved one."""
+        self.epoch = state["epoch"]
+
+
+def mixed(seed: int, epoch: int) -> int:
+    """Return a seed for one epoch: neighbouring seeds and epochs have different ones."""
+    return (seed * 1_000_003 + epoch) % 2**63
+
+
+class PackingCollator:
+    """Puts rows of documents one behind the other into a batch of one row, [1, tokens].
+
+    Args:
+        cu_seq_lens: whether to add the borders of the documents, `cu_seq_lens_q/k` [documents + 1] (int32), and the
+            length of the longest one, `max_length_q/k`, for a plain model with flash-attn.
+    """
+
+    def __init__(self, cu_seq_lens: bool = False) -> None:
+        self.cu_seq_lens = cu_seq_lens
+
+    def __call__(self, rows: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Any]:
+        """Return `input_ids`, `labels` and `position_ids`, each [1, tokens] (int64).
+
+        Positions restart at each document, and the label of its first token is -100: the loss of heads that predict
+        the next token crosses no border.
+
+        Args:
+            rows: items of a `PackedDataset`: for each row the `input_ids` and `labels`, [tokens], of its documents.
+        """
+        documents = [document for row in rows for document in row]
+        ids = [document["input_ids"] for document in documents]
+        labels = [F.pad(document["labels"][1:], (1, 0), value=IGNORE_INDEX) for document in documents]
+        lengths = torch.tensor([len(each) for each in ids])
+        batch: dict[str, Any] = {
+            "input_ids": torch.cat(ids)[None],
+            "labels": torch.cat(labels)[None],
+            "position_ids": torch.cat([torch.arange(length) for length in lengths.tolist()])[None],
+        }
+        if self.cu_seq_lens:
+            borders = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+            longest = int(lengths.max())
+            batch |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.clone()}
+            batch |= {"max_length_q": longest, "max_length_k": longest}
+        return batch
+
+
+# ----- first-fit packing: each document goes into the first row that has room for it -----
+
+
+def first_fit(lengths: Iterable[int], room: int) -> list[list[int]]:
+    """Put lengths into rows, each into the first row that has room.
+
+    The number of rows is at most 1.7 times the least possible (Dósa, Sgall: First Fit bin packing: a tight analysis,
+    2013), and close to it where most lengths are small. A tree of the rooms that are left finds the row in
+    logarithmic time.
+
+    Args:
+        lengths: positive, and at most `room`.
+        room: tokens of a row.
+
+    Returns:
+        For each row, indices of its lengths in their order.
+    """
+    rows: list[list[int]] = []
+    left = MostRoom(room)
+    for index, length in enumerate(lengths):
+        row = left.first_with(length)
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        left.take(row, length)
+    return rows
+
+
+class MostRoom:
+    """Binary tree over rows, whose inner nodes hold the most room that a row below them has; it grows as needed."""
+
+    def __init__(self, room: int) -> None:
+        self._room, self._num_leaves = room, 1
+        self._most = [0, room]
+
+    def first_with(self, length: int) -> int:
+        """Return the first row that has room for `length`; a row that was not used yet has all of its room."""
+        if self._most[1] < length:
+            self._grow()
+        node = 1
+        while node < self._num_leaves:
+            node = 2 * node if self._most[2 * node] >= length else 2 * node + 1
+        return node - self._num_leaves
+
+    def take(self, row: int, length: int) -> None:
+        """Use `length` of the room of a row."""
+        node = row + self._num_leaves
+        self._most[node] -= length
+        while node > 1:
+            node //= 2
+            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+
+    def _grow(self) -> None:
+        """Double the number of rows."""
+        leaves = self._most[self._num_leaves :] + [self._room] * self._num_leaves
+        self._num_leaves *= 2
+        self._most = [0] * self._num_leaves + leaves
+        for node in range(self._num_leaves - 1, 0, -1):
+            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])

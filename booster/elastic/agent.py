@@ -38,7 +38,7 @@ from booster.elastic.rendezvous import (
     Rendezvous,
     Report,
 )
-from booster.failure.failure_report import LEFT as LEFT_CODE
+from booster.failure.diagnosis import LEFT as LEFT_CODE
 
 _STOPPED_S = 3.0  # a rank that a signal has stopped for longer is killed
 

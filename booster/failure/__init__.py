@@ -6,7 +6,7 @@ in a collective. This is not error handling: nothing is retried or recovered. Ev
 `booster.launch` calls `install`.
 """
 
-from booster.failure.failure_report import Failure
+from booster.failure.diagnosis import Failure
 from booster.failure.hooks import (
     begin_batch,
     destroy_at_exit,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from booster.failure.diagnosis import (
+    Failure,
     RankSnapshot,
     compare_counts,
     diagnose_counts,
@@ -18,7 +19,6 @@ from booster.failure.diagnosis import (
     missing_members,
     places,
 )
-from booster.failure.failure_report import Failure
 from booster.failure.operation_log import Operations
 from booster.failure.stack_probe import MainThreadProbe
 

@@ -18,10 +18,10 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError, NonFiniteError, SynchronyError, VerificationError
-from booster.failure.failure_report import LEFT, Failure, is_about_communication
+from booster.failure.diagnosis import LEFT, Failure, is_about_communication
 from booster.failure.monitor import FailureMonitor, end_process, exit_now, say
 from booster.failure.operation_log import Operations
-from booster.failure.store_client import Requests
+from booster.failure.peers import Requests
 
 # Raised on every rank, and a caller may handle them: they are published only if they stay uncaught.
 _RAISED_ALIKE = (ConfigurationError, NonFiniteError, SynchronyError, VerificationError, StopIteration)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from booster.failure.failure_report import Failure, ranks_text
+from booster.failure.diagnosis import Failure, ranks_text
 from booster.network import address_towards, is_loopback, listener
 
 _BEATS_PER_LIMIT = 12

@@ -16,13 +16,19 @@ from dataclasses import asdict, replace
 import torch.distributed as dist
 
 from booster.failure.desync import DesyncDetector, DesyncReport
-from booster.failure.diagnosis import diagnose_batches
-from booster.failure.failure_report import REPORT_VARIABLE, Failure, ending, is_timeout, is_unanswered, ranks_text
+from booster.failure.diagnosis import (
+    REPORT_VARIABLE,
+    Failure,
+    diagnose_batches,
+    ending,
+    is_timeout,
+    is_unanswered,
+    ranks_text,
+)
 from booster.failure.machine_links import OtherMachines
 from booster.failure.operation_log import Operations
-from booster.failure.peers import Address, Peer, StoppedPeers
+from booster.failure.peers import Address, Peer, Requests, StoppedPeers, StoreClient
 from booster.failure.stack_probe import MainThreadProbe, current_wait, wait_of_error
-from booster.failure.store_client import Requests, StoreClient
 from booster.logging import get_logger
 
 _logger = get_logger(__name__)

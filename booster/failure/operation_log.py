@@ -144,7 +144,7 @@ class GroupRecord:
 
     def text(self) -> str:
         """Describe the group, for messages."""
-        from booster.failure.failure_report import ranks_text
+        from booster.failure.diagnosis import ranks_text
 
         members = f"the group of {ranks_text(self.ranks)}"
         return f"{members} ({self.name})" if self.name else members

@@ -1,11 +1,21 @@
 """Parallel layers."""
 
-from shardformer.layers.embedding import HeadParallelEmbedding, VocabParallelEmbedding
-from shardformer.layers.linear import ColumnParallelLinear, MultiQueryLinear, RowParallelLinear, SharedInput
-from shardformer.layers.lm_head import GatheredLMHead, VocabParallelLMHead, parallel_logits
-from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm, ParallelDropout
+from shardformer.layers.embedding import (
+    GatheredLMHead,
+    HeadParallelEmbedding,
+    VocabParallelEmbedding,
+    VocabParallelLMHead,
+    parallel_logits,
+)
+from shardformer.layers.linear import (
+    ColumnParallelLinear,
+    MultiQueryLinear,
+    RowParallelLinear,
+    SharedInput,
+    StateSpaceProjection,
+)
+from shardformer.layers.norm import FusedLayerNorm, FusedRMSNorm, GatedRMSNorm, ParallelDropout
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.layers.state_space import GatedRMSNorm, StateSpaceProjection
 
 __all__ = [
     "ColumnParallelLinear",

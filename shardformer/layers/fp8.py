@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
-from shardformer.layers.lm_head import VocabParallelLMHead
+from shardformer.layers.embedding import VocabParallelLMHead
 from shardformer.layers.replicated_linear import replicated_linear
 from shardformer.matmul.float8 import FP8_RECIPES, Float8
 from shardformer.matmul.native import Native

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from shardformer.distributed.blocks import num_parts
 from shardformer.distributed.collectives import (
+    all_gather,
     copy_to_region,
     gather_features,
     gather_from_region,
@@ -457,3 +458,45 @@ class MultiQueryLinear(ParallelModule, MatmulLayer):
         if pending is not None:  # no overlap for this rare layer
             x = pending.tokens()
         return self.linear(x if self.input_is_gathered else copy_to_region(x, self.group), weight, bias)
+
+
+class StateSpaceProjection(ColumnParallelLinear):
+    """Column-parallel projection to [gate, channels, B and C, time steps], whose third part every rank gets whole.
+
+    The heads of Mamba-2 (arXiv 2405.21060, section 7) are sharded, and all read one B and C.
+    """
+
+    takes_kernels = False
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: ProcessGroup, *, parts: tuple[Part, ...]
+    ) -> ColumnParallelLinear:
+        """Shard a native projection whose output has `parts`, four of them."""
+        gather = _gathers_third(module, parts, process_group)
+
+        def whole_matrices(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+            return gather(output)
+
+        whole_matrices.sees_adapters = True  # an adapter's output has the same parts
+        module.register_forward_hook(whole_matrices)  # a replacement takes over the hooks of the native module
+        return ColumnParallelLinear.from_native_module(module, process_group, parts=parts)
+
+    @staticmethod
+    def keep_whole(module: nn.Module, process_group: ProcessGroup, *, parts: tuple[Part, ...]) -> None:
+        """Prepare a projection whose weight stays whole on every rank."""
+        gather = _gathers_third(module, parts, process_group)
+        ColumnParallelLinear.keep_whole(module, process_group, parts=parts)
+        call_through(module, lambda call, args, kwargs: gather(call(*args, **kwargs)))
+
+
+def _gathers_third(module: nn.Module, parts: tuple[Part, ...], group: ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Return what makes the third part of the local output [..., features] whole."""
+    pieces = column_spec(out_features(module), group, parts=parts).pieces()
+    sizes = [stop - start for start, stop, _ in pieces]
+
+    def gather(output: Tensor) -> Tensor:
+        gate, channels, matrices, steps = output.split(sizes, dim=-1)
+        return torch.cat([gate, channels, all_gather(matrices, output.dim() - 1, group), steps], dim=-1)
+
+    return gather

@@ -7,15 +7,19 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.distributed.blocks import rank_of_draws
+from shardformer.distributed.collectives import copy_to_region, reduce_from_region
 from shardformer.distributed.random import in_parallel_region
 from shardformer.layers.parallel_module import ParallelModule
+from shardformer.shard_spec import Part, ShardSpec, shard_parameter
 
 _log = logging.getLogger(__name__)
 
@@ -181,3 +185,46 @@ class ParallelDropout(ParallelModule):
     def extra_repr(self) -> str:
         """Describe the layer for `repr`."""
         return f"p={self.p}, rank={self.rank}"
+
+
+class GatedRMSNorm(ParallelModule):
+    """RMS norm over the features of all ranks, with a gate.
+
+    Input and gate: [..., local features]; ranks exchange one sum of squares per token, [..., 1].
+
+    Args:
+        native: a gated norm of one group, with a weight [features].
+        group: the tensor-parallel group.
+    """
+
+    shards_layer = True
+
+    def __init__(self, native: nn.Module, group: ProcessGroup) -> None:
+        super().__init__()
+        (size,) = native.weight.shape
+        spec = ShardSpec((size,), 0, (Part(size),), dist.get_rank(group), dist.get_world_size(group))
+        self.weight, self.group, self.full_features = shard_parameter(native.weight, spec), group, size
+        self.variance_epsilon = native.variance_epsilon
+        # That of Falcon-H1 knows both orders, and rounds last.
+        self.gates_last = getattr(native, "norm_before_gate", False)
+        self.rounds_last = hasattr(native, "norm_before_gate")
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: ProcessGroup, **_: Any) -> GatedRMSNorm:
+        """Shard the weight of a gated norm of transformers."""
+        return GatedRMSNorm(module, process_group)
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalize [..., local features] in fp32, and multiply it by `gate`; returns the dtype of the input."""
+        x, dtype = hidden_states.to(torch.float32), hidden_states.dtype
+        factor = 1.0 if gate is None else F.silu(gate.to(torch.float32))
+        if not self.gates_last:
+            x = x * factor
+        squares = reduce_from_region(x.pow(2).sum(-1, keepdim=True), self.group)
+        # Each rank normalizes its own features with the sum over all, so that its gradient of the sum is partial.
+        variance = copy_to_region(squares, self.group) / self.full_features
+        x = x * torch.rsqrt(variance + self.variance_epsilon)
+        x = self.weight * (x if self.rounds_last else x.to(dtype))
+        if self.gates_last:
+            x = x * factor
+        return x.to(dtype) if self.rounds_last else x

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.cross_entropy.fused_linear import loss_of
 from shardformer.cross_entropy.vocab_parallel import cross_entropy_of_tokens, cross_entropy_sum
-from shardformer.layers.embedding import check_indices
-from shardformer.layers.lm_head import parallel_heads
+from shardformer.layers.embedding import check_indices, parallel_heads
 from shardformer.loss.terms import (
     DIVISOR,
     IGNORE_INDEX,

@@ -19,8 +19,8 @@ from shardformer.loss.heads import OWN_HEAD_LOSSES, USUAL_HEAD_LOSSES, HeadLossB
 from shardformer.loss.terms import HeadLoss
 from shardformer.policies.backbone import BackbonePolicy, backbones_of
 from shardformer.policies.base import Policy
-from shardformer.policies.plans.completion import completion_of
 from shardformer.policies.plans.plan import (
+    completion_of,
     declared_head_losses_of,
     declared_plan_of,
     family_files,

@@ -17,7 +17,7 @@ import torch
 
 from booster import ConfigurationError
 from booster.cli.run import main
-from booster.failure.failure_report import LAYOUT_VARIABLE, Failure
+from booster.failure.diagnosis import LAYOUT_VARIABLE, Failure
 from booster.takeover import VARIABLE, Takeover, install
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.config.json_layout import options_of_text

@@ -33,8 +33,7 @@ from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.propose import propose_verified, share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from shardformer.policies import families
-from shardformer.policies.plans.completion import region_of
-from shardformer.policies.plans.plan import proposed_plans
+from shardformer.policies.plans.plan import proposed_plans, region_of
 from shardformer.policies.plans.propose import ProposedPlan
 from shardformer.policies.registry import policy_for
 from shardformer.utils.module_paths import starred

@@ -194,7 +194,7 @@ def test_right_lines_are_not_refused() -> None:
 
 @pytest.mark.parametrize("lines", ["raise ConfigurationError('tp_size=3; use 2')", "Booster(nothing=1)"])
 def test_the_line_of_the_script_is_named(lines: str, tmp_path: Any) -> None:
-    from booster.failure.failure_report import Failure
+    from booster.failure.diagnosis import Failure
 
     script = tmp_path / "train.py"
     script.write_text(f"from booster import Booster, ConfigurationError\n\n\n{lines}\n")

@@ -1,7 +1,7 @@
 """Training whose loss never sees all logits, held to plain training: kinds of heads, layouts, precisions, schedules.
 
 Models of tests are so small that their logits are computed at once; here they are not. What breaks here first: a head
-that something besides the loss reads. Look in `shardformer/cross_entropy/fused_linear.py` and `layers/lm_head.py`.
+that something besides the loss reads. Look in `shardformer/cross_entropy/fused_linear.py` and `layers/embedding.py`.
 """
 
 from __future__ import annotations

@@ -16,11 +16,14 @@ from torch.optim import Optimizer
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
-from booster.integrations.lightning.checks import check_loss, check_options_of_backward
-from booster.integrations.lightning.inner_model import boosted_in, boosted_inside
-from booster.integrations.lightning.job import JobMethods
-from booster.integrations.lightning.placement import boost_inside
-from booster.integrations.lightning.precision import autocasts, check_precision
+from booster.integrations.lightning.inner_model import boost_inside, boosted_in, boosted_inside
+from booster.integrations.lightning.job import (
+    JobMethods,
+    autocasts,
+    check_loss,
+    check_options_of_backward,
+    check_precision,
+)
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 
 

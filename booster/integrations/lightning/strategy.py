@@ -1,20 +1,232 @@
-"""HybridParallelStrategy: the strategy of a Trainer or of a Fabric."""
+"""HybridParallelStrategy: the strategy of a Trainer or of a Fabric, with the methods that a Trainer calls."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.strategies import DataParallelStrategy
 from lightning.fabric.strategies import ParallelStrategy as FabricStrategy
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies import ParallelStrategy as TrainerStrategy
-from torch import nn
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from booster.errors import ConfigurationError
 from booster.integrations.lightning.fabric_methods import FabricMethods, NoSync
-from booster.integrations.lightning.inner_model import attribute_of_boosted, boosted_inside, without_model
-from booster.integrations.lightning.precision import BoostedPrecision, check_precision
-from booster.integrations.lightning.trainer_methods import TrainerMethods
+from booster.integrations.lightning.inner_model import (
+    attribute_of_boosted,
+    boost_inside,
+    boosted_in,
+    boosted_inside,
+    without_model,
+)
+from booster.integrations.lightning.job import (
+    BoostedPrecision,
+    JobMethods,
+    check_callbacks,
+    check_loss,
+    check_module,
+    check_options_of_backward,
+    check_precision,
+    check_predictions,
+)
 from booster.plugin import Plugin
+
+
+class TrainerMethods(JobMethods, ParallelStrategy):
+    """Strategy of a Trainer: it boosts the model inside the LightningModule together with its optimizers."""
+
+    _checkpoint_path: Any = None
+    _count: Any = None  # of the loss (sum, count) of the step under way
+    _order: Any = None  # order of the samples before the sanity check
+
+    # ----- set-up -----
+
+    def connect(self, model: LightningModule) -> None:
+        """Take the LightningModule, and keep Trainer from replacing samplers: loaders are shared out here."""
+        check_module(model)
+        model.trainer._accelerator_connector.use_distributed_sampler = False
+        super().connect(model)
+
+    def setup_environment(self) -> None:
+        """Prepare this rank's device; callbacks are known by now, and have not been set up."""
+        if self.lightning_module is not None:
+            check_callbacks(self.lightning_module.trainer)
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        """Boost the model with the optimizers that `configure_optimizers` makes for its whole weights.
+
+        Raises:
+            ConfigurationError: if the model does not allow the layout, or has been trained by another `fit`.
+        """
+        module = self.lightning_module
+        self.accelerator.setup(trainer)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if boosted_inside(module) is None:
+            if fits:
+                self.setup_optimizers(trainer)
+            _, optimizers = boost_inside(module, self.optimizers if fits else (), self.booster, self.shares)
+            if fits:
+                self.optimizers = optimizers
+        elif fits:
+            raise ConfigurationError(
+                f"trainer.fit() got a {type(module).__name__} whose model is boosted already, and a model is boosted "
+                "once, with its optimizers; fit a new one, with ckpt_path= to continue"
+            )
+        self.model_to_device()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Call `configure_optimizers` of the LightningModule.
+
+        Raises:
+            ConfigurationError: if it makes no optimizer.
+        """
+        optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        if any(isinstance(each, _MockOptimizer) for each in optimizers):
+            raise ConfigurationError(
+                "configure_optimizers() returned no optimizer, without which a boosted model has no gradients; return "
+                "one, or call trainer.validate()"
+            )
+        self._optimizers = [boosted_in(each) for each in optimizers]
+
+    def model_to_device(self) -> None:
+        """Move what the LightningModule holds next to the model, which is in place."""
+        with without_model(self.lightning_module):
+            self.lightning_module.to(self.root_device)
+
+    # ----- data -----
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return a loader of this replica's share; a loader of the sanity check leaves the order of samples alone."""
+        trainer = self.lightning_module.trainer
+        if trainer.predicting:
+            check_predictions(trainer, dataloader)
+        loader = super().process_dataloader(dataloader)
+        order = getattr(loader, "order", None)
+        if trainer.sanity_checking and order is not None and self._order is None:
+            self._order = (order, order.state_dict())
+        return loader
+
+    def on_validation_end(self) -> None:
+        """Restore the order of samples after the sanity check, as Trainer restores the random states."""
+        if self.lightning_module.trainer.sanity_checking and self._order is not None:
+            order, state = self._order
+            order.load_state_dict(state)
+
+    # ----- steps -----
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step, which returns a loss, (sum, count), or what Lightning takes besides."""
+        with self.shares.step():
+            loss = super().training_step(*args, **kwargs)
+        loss, self._count = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+        return loss
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step."""
+        with self.shares.step():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step."""
+        with self.shares.step():
+            return super().test_step(*args, **kwargs)
+
+    def backward(
+        self, closure_loss: Tensor | tuple[Tensor, Any], optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Compute gradients of a loss under any layout.
+
+        Args:
+            closure_loss: a mean; or (sum, count), which `training_step` or `manual_backward` gave.
+            optimizer: the optimizer of the closure; None for all.
+
+        Raises:
+            ConfigurationError: if the loss does not depend on the boosted model, or an option cannot hold.
+        """
+        check_options_of_backward("backward()", args, kwargs)
+        check_loss(closure_loss, "self.model")
+        module, plugin = self.lightning_module, self.precision_plugin
+        loss, *count = closure_loss if isinstance(closure_loss, tuple) else (closure_loss,)
+        if self._count is not None and module.automatic_optimization:
+            # Lightning has divided it by the number of accumulated batches, whose counts divide it here.
+            loss, count = loss * module.trainer.accumulate_grad_batches, [self._count]
+        loss = plugin.pre_backward(loss, module)
+        self.booster.backward(
+            (loss, *count) if count else loss, boosted_in(self.optimizers[0] if optimizer is None else optimizer)
+        )
+        return plugin.post_backward(loss, module)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure, with forward and backward pass, and step."""
+        return ParallelStrategy.optimizer_step(self, optimizer, closure, model, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication."""
+        with self.booster.no_sync(boosted_inside(self.lightning_module)):
+            yield
+
+    # ----- files -----
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Load checkpoints when the model is boosted."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Load optimizers here."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state of the LightningModule without the model, which `save_checkpoint` writes."""
+        with without_model(self.lightning_module):
+            return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return nothing: `save_checkpoint` writes the states of all ranks."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a folder of that name, which opens under any layout; all ranks call it.
+
+        Raises:
+            ConfigurationError: if it cannot be written, or asks for another storage.
+        """
+        if storage_options is not None:
+            raise ConfigurationError("storage_options says how to store a file, and a checkpoint is a folder; omit it")
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+        model = boosted_inside(self.lightning_module)
+        self.checkpoint_folder.save(self.broadcast(str(filepath)), model, optimizers, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read what Trainer saved; `load_model_state_dict` loads the rest of the folder."""
+        self._checkpoint_path = checkpoint_path
+        return self.checkpoint_folder.rest(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model, in training with its optimizers, and the other state of the LightningModule.
+
+        Raises:
+            ConfigurationError: if training is to continue from weights alone.
+        """
+        module = self.lightning_module
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        if fits and "optimizer_states" not in checkpoint:
+            raise ConfigurationError(
+                f"{self._checkpoint_path} has weights alone (save_weights_only=True), from which training cannot "
+                "continue; give a whole checkpoint"
+            )
+        self.checkpoint_folder.load(self._checkpoint_path, boosted_inside(module), self.optimizers if fits else [])
+        with without_model(module):
+            module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
 
 class HybridParallelStrategy(TrainerMethods, FabricMethods):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from booster.elastic.job_environment import LEAVE, LIMIT, ElasticPlace
 from booster.errors import ConfigurationError
-from booster.failure.failure_report import LEFT
+from booster.failure.diagnosis import LEFT
 from booster.launch import elastic_place
 from plugins.hybrid_parallel.checkpoint.training_state import newest_snapshot
 from plugins.hybrid_parallel.config.options import HybridParallelConfig

@@ -29,8 +29,7 @@ from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.cross_entropy.vocab_parallel import token_scores
 from shardformer.distributed.blocks import blocks_of
 from shardformer.distributed.collectives import gather_rows
-from shardformer.layers.embedding import check_indices
-from shardformer.layers.lm_head import VocabParallelLMHead, deferred_logits, parallel_logits
+from shardformer.layers.embedding import VocabParallelLMHead, check_indices, deferred_logits, parallel_logits
 from shardformer.loss.terms import DIVISOR, IGNORE_INDEX, SHIFTED, HeadLoss
 
 LOG_PROBS, ENTROPY, _AUX_LOSS = "log_probs", "entropy", "aux_loss"

@@ -19,7 +19,7 @@ from shardformer.context_parallel.zigzag import ZigzagSharding
 from shardformer.distributed.blocks import joined_blocks
 from shardformer.distributed.collectives import gather_from_region
 from shardformer.distributed.process_groups import broadcast_json
-from shardformer.layers.lm_head import VocabParallelLMHead
+from shardformer.layers.embedding import VocabParallelLMHead
 
 LOSS, AUX_LOSS = "loss", "aux_loss"
 CACHE_WITHHELD = "is not filled by the passes of a pipeline; use model.generate(…), which keeps a cache on each stage"

@@ -53,7 +53,7 @@ from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
 from plugins.hybrid_parallel.zero.reducer import BackwardPasses
 from shardformer.context_parallel.zigzag import record_facts
 from shardformer.distributed.process_groups import all_gather_json, broadcast_json
-from shardformer.layers.lm_head import parallel_logits
+from shardformer.layers.embedding import parallel_logits
 from shardformer.loss.terms import ASKED
 from shardformer.utils.module_paths import CACHE_NAMES
 

@@ -26,8 +26,15 @@ from shardformer.policies.feature_counts import (
     text_config,
 )
 from shardformer.policies.mixers import RULES
-from shardformer.policies.plans.completion import COLUMNS, ROWS, completion_of, norms_all_heads
-from shardformer.policies.plans.plan import Plan, divides_sequences, proposed_plan_of
+from shardformer.policies.plans.plan import (
+    COLUMNS,
+    ROWS,
+    Plan,
+    completion_of,
+    divides_sequences,
+    norms_all_heads,
+    proposed_plan_of,
+)
 from shardformer.policies.plans.sequence import (
     add_sequence_regions,
     divisible_lists,

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening
 
 from booster.data import PackedDataset, PackingCollator, pack
-from booster.data.packed_rows import first_fit
+from booster.data.rows import first_fit
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader, shard_dataloader
 from plugins.hybrid_parallel.data.random_stream import OrderStream

@@ -25,19 +25,21 @@ import torch.distributed as dist
 from booster.failure import guard, machine_links
 from booster.failure.desync import _may_be_reported
 from booster.failure.diagnosis import (
+    Failure,
     RankSnapshot,
     compare_counts,
     diagnose_batches,
     diagnose_counts,
     diagnose_mismatch,
     diagnose_standstill,
+    ending,
+    is_about_communication,
+    ranks_text,
 )
-from booster.failure.failure_report import Failure, ending, is_about_communication, ranks_text
 from booster.failure.machine_links import Heartbeat, MachineLinks
 from booster.failure.operation_log import GroupRecord, Operations, SharedStatus
-from booster.failure.peers import STATUS_VARIABLE, Address, Peer, StoppedPeers, note_children
+from booster.failure.peers import STATUS_VARIABLE, Address, Peer, StoppedPeers, StoreClient, note_children
 from booster.failure.stack_probe import Wait, acts_alone, wait_of, waits_for_ranks
-from booster.failure.store_client import StoreClient
 from zoo_tests.harness.ranks import under_load
 
 STEP, PIPELINE = "optimizer.step", "booster.execute_pipeline"

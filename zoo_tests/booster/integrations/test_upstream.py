@@ -200,7 +200,7 @@ def test_overrides_of_lightning_take_what_it_gives() -> None:
     from lightning.pytorch.strategies import ParallelStrategy as OfTrainer
 
     from booster.integrations.lightning.fabric_methods import FabricMethods
-    from booster.integrations.lightning.trainer_methods import TrainerMethods
+    from booster.integrations.lightning.strategy import TrainerMethods
 
     for ours, theirs in ((FabricMethods, OfFabric), (TrainerMethods, OfTrainer)):
         names = set(_overrides(ours, theirs)) - {"__init__"}

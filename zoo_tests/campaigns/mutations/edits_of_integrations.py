@@ -122,13 +122,13 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
         (f"{_FITS}[bert-tp2pp2]",),
     ),
     "clipping of Lightning left out": Edit(
-        f"{_HERE}.lightning.precision",
+        f"{_HERE}.lightning.job",
         "boosted_in(optimizer).clip_grad_norm_(clip_val)",
         "boosted_in(optimizer).clip_grad_norm_(1e9)",
         (f"{_FITS}[bert-tp2pp2]", f"{_FITS}[manual-dp2]"),
     ),
     "order of samples after the sanity check not restored": Edit(
-        f"{_HERE}.lightning.trainer_methods",
+        f"{_HERE}.lightning.strategy",
         "order.load_state_dict(state)",
         "order.load_state_dict(order.state_dict())",
         (f"{_FITS}[bert-tp2pp2]",),

@@ -152,19 +152,19 @@ EDITS_OF_PLANS: dict[str, Edit] = {
         (f"{_STATE_SPACES}[one group]",),
     ),
     "a norm over the features of one rank": Edit(
-        "shardformer.layers.state_space",
+        "shardformer.layers.norm",
         "reduce_from_region(x.pow(2).sum(-1, keepdim=True), self.group)",
         "2 * x.pow(2).sum(-1, keepdim=True)",
         (f"{_STATE_SPACES}[one group, and a gate behind its norm]",),
     ),
     "a part is cut in a class that was not seen": Edit(
-        "shardformer.policies.plans.completion",
+        "shardformer.policies.plans.plan",
         "if type(owner).__name__ not in (lookup(at, self.classes) or ()):",
         "if not lookup(at, self.classes):",
         (f"{_COMPLETION}::test_a_class_that_was_not_seen",),
     ),
     "heads of a tower are cut in two": Edit(
-        "shardformer.policies.plans.completion",
+        "shardformer.policies.plans.plan",
         "    return heads % policy.tp_size == 0 or is_copied\n",
         "    return True\n",
         (f"{_COMPLETION}::test_heads_of_a_tower",),

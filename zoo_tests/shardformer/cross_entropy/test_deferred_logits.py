@@ -1,7 +1,7 @@
 """The stand-in that a head returns for logits that only a loss reads: looking costs nothing, using it gives logits.
 
 What breaks here first: a way to reach the numbers that does not compute them, or a head that is left changed. Look in
-`shardformer/cross_entropy/fused_linear.py` and `layers/lm_head.py`.
+`shardformer/cross_entropy/fused_linear.py` and `layers/embedding.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import shardformer.cross_entropy.fused_linear as module
 from shardformer.cross_entropy.chunking import chunk_bytes, planned_for
 from shardformer.cross_entropy.fused_linear import DeferredLogits, LMHeadCall, defer_logits, loss_of, saves_memory
 from shardformer.layers import VocabParallelLMHead
-from shardformer.layers.lm_head import deferred_logits
+from shardformer.layers.embedding import deferred_logits
 from shardformer.layers.replicated_linear import defer_weight_grads
 from shardformer.matmul.kernel import WeightGradStore
 from zoo_tests.harness.native import EXACT, check_gradients, fill, known

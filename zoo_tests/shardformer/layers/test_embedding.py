@@ -1,7 +1,7 @@
 """Embedding, language-model head and cross-entropy over a cut vocabulary.
 
 What breaks here first: padding of a vocabulary that the ranks do not divide, up to a rank without a valid row (the
-other ranks hang then). Look in `shardformer/layers/embedding.py`, `layers/lm_head.py` and `cross_entropy.py`.
+other ranks hang then). Look in `shardformer/layers/embedding.py`, `layers/embedding.py` and `cross_entropy.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardformer.cross_entropy.vocab_parallel import cross_entropy_of_tokens, cross_entropy_sum
 from shardformer.layers import VocabParallelEmbedding, VocabParallelLMHead
-from shardformer.layers.lm_head import parallel_logits
+from shardformer.layers.embedding import parallel_logits
 from zoo_tests.harness.native import EXACT, check_gradients, fill, known
 from zoo_tests.harness.ranks import distributed
 

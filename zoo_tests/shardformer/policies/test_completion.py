@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 
 from shardformer import ShardConfig
-from shardformer.policies.plans.completion import completion_of, region_of
+from shardformer.policies.plans.plan import completion_of, region_of
 from shardformer.policies.registry import policy_for
 from zoo_tests.harness.ranks import distributed
 

@@ -15,8 +15,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.compat.deepspeed_3d.patches import Patch
 from shardformer.cross_entropy.vocab_parallel import cross_entropy_of_tokens
 from shardformer.distributed.collectives import copy_to_region, gather_from_region
-from shardformer.layers.embedding import check_indices
-from shardformer.layers.lm_head import VocabParallelLMHead
+from shardformer.layers.embedding import VocabParallelLMHead, check_indices
 
 # (hidden states [batch, seq, hidden], module with the tied weight) -> logits
 LogitHelper = Callable[[Any, nn.Module], Tensor]
