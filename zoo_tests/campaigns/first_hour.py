@@ -20,12 +20,16 @@ from pathlib import Path
 
 from zoo_tests.docs.pages import COMMAND, scripts_of
 from zoo_tests.harness.environment import REPOSITORY
+from zoo_tests.hybrid_parallel.test_mistakes import MISTAKES, unanswered
 
 _HEAD = """# A stranger's first hour
 
 Written by `python -m zoo_tests.campaigns.first_hour --output docs/results/first_hour.md`; do not edit. From an empty
 virtual environment to the last line of the README's script, saved model included, by the README's commands. {machine}
 Nearly all of the time is pip's, which downloads torch.
+
+{mistakes} mistakes of a script, each made on two ranks: **{answered} of {answers} answers** are one sentence that holds
+the line to write (`zoo_tests/hybrid_parallel/test_mistakes.py`).
 
 | Way | Installed after | First script ends after | Minutes in all | GB on the disk |
 |---|---|---|---|---|
@@ -77,7 +81,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}."
-    page = _HEAD.format(machine=machine)
+    mistakes, answers = len(MISTAKES), 2 * len(MISTAKES)
+    answered = answers - len(unanswered())
+    page = _HEAD.format(machine=machine, mistakes=mistakes, answers=answers, answered=answered)
     for way in WAYS:
         with tempfile.TemporaryDirectory() as folder:
             install, script, size = walk(way, Path(folder))

@@ -153,14 +153,19 @@ def _answers(mistakes: list[tuple[str, str, str]]) -> list[str]:
     return answers
 
 
-def test_mistakes_are_answered_by_the_fix() -> None:
+def unanswered() -> list[str]:
+    """Make each mistake on two ranks, and return the answers without the fix, or in more than one sentence."""
     answers = run_on_ranks(2, _answers, MISTAKES)
-    wrong = [
+    return [
         f"{lines!r} on rank {rank}: {answer}"
         for rank in range(2)
         for (_, lines, fix), answer in zip(MISTAKES, answers[rank], strict=True)
         if fix.format(other=1 - rank) not in answer or not re.fullmatch(r"[^\n]{1,400}", answer)
     ]
+
+
+def test_mistakes_are_answered_by_the_fix() -> None:
+    wrong = unanswered()
     assert not wrong, "\n".join([f"{len(wrong)} of {2 * len(MISTAKES)} answers", *wrong])
 
 
