@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from booster import Booster, ConfigurationError, launch_from_torch
 from plugins.hybrid_parallel import HybridParallelPlugin
@@ -66,6 +66,18 @@ MISTAKES = [
     ("tp2", "… booster.execute_pipeline(model, batch, optimizer=optimizer)", "execute_pipeline(data_iter, model, …)"),
     ("tp2", "… booster.execute_pipeline(batch, model, lambda o, _: o.loss, optimizer)", "leave the criterion out"),
     ("tp2", "… booster.execute_pipeline(batch, model, optimizer)", "write optimizer=optimizer"),
+    (
+        "dp2",
+        "… batches = booster.boost(DataLoader([{'input_ids': [1, 2]}] * 8, 2)); "
+        "booster.execute_pipeline(iter(batches), model)",
+        "give a tensor of integers",
+    ),
+    ("dp2", "len(booster.boost(DataLoader(Stream(), 2)))", "write for batch in dataloader: booster.execute_pipeline("),
+    (
+        "dp2",
+        "… booster.execute_pipeline(batch, model, lambda o, _: o.loss * 2, optimizer)",
+        "outputs.loss is None",
+    ),
     ("dp2", "… booster.execute_pipeline({'input_ids': [[1, 2]] * 2}, model)", "give a tensor of integers, as torch."),
     ("tp2", "… booster.execute_pipeline({'input_ids': torch.zeros(2, 3)}, model)", "give a tensor of integers"),
     ("dp2", "… booster.execute_pipeline(batch, model, torch.nn.CrossEntropyLoss(), optimizer)", "lambda outputs,"),
@@ -120,6 +132,18 @@ MISTAKES = [
 ]
 
 
+class _Stream(IterableDataset):
+    """A data set without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(range(9))
+
+
+class _Counted(_Stream):
+    def __len__(self) -> int:
+        return 9
+
+
 class _Script:
     """A holder of what a script assigns."""
 
@@ -141,6 +165,7 @@ def _answers(mistakes: list[tuple[str, str, str]]) -> list[str]:
             "self": _Script(),
             "torch": torch,
             "BytesIO": BytesIO,
+            "Stream": _Stream,
             "SGD": torch.optim.SGD,
             "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
             **{each.__name__: each for each in (Booster, HybridParallelPlugin, DataLoader, launch_from_torch)},
@@ -148,7 +173,7 @@ def _answers(mistakes: list[tuple[str, str, str]]) -> list[str]:
         try:
             exec(compile(lines.replace("… ", BOOST), "train.py", "exec"), names)
             answers.append("nothing")
-        except (ConfigurationError, AttributeError, ImportError, RuntimeError, StopIteration) as error:
+        except (ConfigurationError, AttributeError, ImportError, RuntimeError, StopIteration, TypeError) as error:
             answers.append(str(error))
     return answers
 
@@ -187,6 +212,8 @@ def _good_lines() -> None:
     assert model is not net and len(optimizers) == 1
     result = booster.execute_pipeline(RECIPE.batch(0), script.model, optimizer=script.optimizer)
     assert result["loss"] is result.loss
+    counted = booster.boost(DataLoader(_Counted(), 2))
+    assert len(counted) == len(list(counted)) == 3
     file = BytesIO()
     torch.save(result.loss, file)
     file.seek(0)

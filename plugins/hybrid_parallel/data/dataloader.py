@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import send_to_device
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from booster.data import PackingCollator
@@ -160,7 +161,7 @@ class ShardedDataLoader(DataLoaderShard):
         self._under_way = [each for each in self._under_way if each() not in (None, batches)]
         self._under_way.append(weakref.ref(batches))
         self._last = batches.place
-        if isinstance(batch, Mapping) and "input_ids" in batch:
+        if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
             self.longest = max(self.longest, batch["input_ids"].shape[-1])
 
     def note_end(self, batches: _Batches) -> None:

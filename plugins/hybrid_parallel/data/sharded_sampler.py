@@ -141,6 +141,17 @@ class DataParallelIterable(IterableDataset):
         if group and not self.drop_last:
             yield from even_share(group, self.rank, self.world_size) or [_Unowned(group[0])]
 
+    def __len__(self) -> int:
+        try:
+            groups, rest = divmod(len(self.dataset), self.batch_size * self.world_size)
+        except TypeError:
+            raise TypeError(
+                f"a {type(self.dataset).__name__} has no length, and neither has its loader; write for batch in "
+                "dataloader: booster.execute_pipeline(batch, model, optimizer=optimizer)"
+            ) from None
+        of_rest = 0 if self.drop_last else len(even_share(range(rest), self.rank, self.world_size))
+        return groups * self.batch_size + (max(1, of_rest) if rest and not self.drop_last else 0)
+
     def _samples(self) -> Iterator[Any]:
         """Yield all samples, drawn from the stream: they are the same on all ranks, whatever collating draws."""
         stream, end = self._own_stream(), object()

@@ -337,7 +337,7 @@ class CriterionStepLoss(StepLoss):
     def _share(self, outputs: Any, index: int) -> Tensor:
         microbatch = self.microbatches[index]
         with LossesPromote():
-            value = self.criterion(outputs, microbatch)
+            value = self._value(outputs, microbatch)
         if isinstance(value, tuple):
             value, count = value
             self.count += per_copy(count.detach() if isinstance(count, Tensor) else count, self.copies)
@@ -358,6 +358,18 @@ class CriterionStepLoss(StepLoss):
         # If the criterion counts by itself, the global count is not known yet: the number of samples keeps gradients in
         # range until `finish` corrects it.
         return share_of_sum(value, self.global_rows)
+
+    def _value(self, outputs: Any, microbatch: Mapping[str, Any]) -> Any:
+        """Call the criterion."""
+        try:
+            return self.criterion(outputs, microbatch)
+        except (AttributeError, TypeError) as error:
+            if "NoneType" in str(error) and getattr(outputs, "loss", self) is None:
+                raise ConfigurationError(
+                    f"{error} in the criterion: outputs.loss is None where a criterion computes the loss; take "
+                    "outputs.logits, or leave the criterion out to train on the loss of the model"
+                ) from error
+            raise
 
     def finish(self, return_loss: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return the global loss if asked for, and the factor that corrects gradients to the criterion's own count."""
