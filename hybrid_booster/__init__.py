@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from importlib import import_module
-from importlib.machinery import PathFinder
-from importlib.util import LazyLoader, find_spec, module_from_spec
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,10 +43,30 @@ def import_from_here(name: str) -> ModuleType:
     spec = PathFinder.find_spec(name, [str(own)])
     if spec is None or spec.loader is None:
         raise ImportError(f"{own / last} does not exist; install hybrid-booster again", name=name)
-    spec.loader = LazyLoader(spec.loader)
-    module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = sys.modules[name] = _LazyModule(spec)
     return module
+
+
+class _LazyModule(ModuleType):
+    """A module that runs when a name of its code is first looked up, or a module in it.
+
+    importlib's LazyLoader runs it for `__file__` too, which `inspect` reads of all modules in the middle of torch's
+    import.
+    """
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        super().__init__(spec.name)
+        self.__spec__, self.__file__, self.__loader__, self.__package__ = spec, spec.origin, spec.loader, spec.parent
+        self._has_run = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self._has_run:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self._has_run = True
+        if self.__spec__.submodule_search_locations is not None:
+            self.__path__ = self.__spec__.submodule_search_locations
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
 
 
 def _attach(module: ModuleType, dotted: str) -> None:

@@ -280,12 +280,13 @@ class PackedSampler(Sampler[int]):
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch of the next iteration."""
-        return {"epoch": self.epoch}
+        """Return the epoch of the next iteration, and what the order of rows depends on."""
+        return {"epoch": self.epoch, "seed": self._seed, "group": self._group}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the epoch of the next iteration to a saved one."""
+        """Set the epoch of the next iteration to a saved one; rows are ordered as those of the saved run."""
         self.epoch = state["epoch"]
+        self._seed, self._group = state.get("seed", self._seed), state.get("group", self._group)
 
 
 def mixed(seed: int, epoch: int) -> int:

@@ -76,8 +76,22 @@ def test_ranks_that_are_started_find_ours_too(others: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_line_works_there(others: Path) -> None:
-    done = _run(others, "-m", "hybrid_booster", "inspect", "--schedule", "1f1b", "--pp", "2")
-    assert done.returncode == 0 and done.stdout.startswith("1f1b, 2 ranks"), done.stderr
+    (others / "script.py").write_text("print('trained')")
+    done = _run(others, "-m", "hybrid_booster", "run", "--nproc-per-node", "1", "script.py")
+    assert done.returncode == 0 and done.stdout == "trained\n", done.stderr
+
+
+def test_our_modules_run_when_they_are_used(tmp_path: Path) -> None:
+    """And not when `inspect` looks for the file of each module, as torch does while it is imported."""
+    text = """
+import inspect, sys
+import hybrid_booster
+inspect.getmodule(inspect.currentframe())
+assert "torch" not in sys.modules
+assert hybrid_booster.booster.Booster is hybrid_booster.Booster
+"""
+    done = _run(tmp_path, "-c", text)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
