@@ -17,11 +17,18 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from booster import failure
-from booster.checkpoint import SavedCheckpoint, load_lr_scheduler, save_lr_scheduler
 from booster.errors import ConfigurationError, check_names, checks_arguments
 from booster.launch import elastic_place, take_profile_request
 from booster.meter import Meter
-from booster.plugin import PipelineResult, Plugin, TrainingObjects, load_plugin
+from booster.plugin import (
+    PipelineResult,
+    Plugin,
+    SavedCheckpoint,
+    TrainingObjects,
+    load_lr_scheduler,
+    load_plugin,
+    save_lr_scheduler,
+)
 
 # What other libraries call it -> what to write.
 _INSTEAD = {

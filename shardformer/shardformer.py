@@ -264,7 +264,8 @@ class ModelSharder:
     def _replace(self, module: nn.Module, replacement: SubModuleReplacementDescription) -> nn.Module | None:
         native = module.get_submodule(replacement.suffix)
         target, new, options = self._target_of(replacement), None, replacement.kwargs or {}
-        stays_whole = target is None and self.config.uses_ulysses and _cuts_layer(replacement)
+        cuts = replacement.target_module is not None and replacement.target_module.shards_layer
+        stays_whole = target is None and self.config.uses_ulysses and cuts
         if target is not None and native in self.kept:
             target.keep_whole(native, self.config.group, **options)
         elif target is not None:
@@ -427,10 +428,6 @@ class ModelSharder:
             local = next((parameters[name] for name in names if name in parameters), None)
             result.append({stage: local if stage in here else torch.empty(0, device="meta") for stage in stages})
         return result
-
-
-def _cuts_layer(replacement: SubModuleReplacementDescription) -> bool:
-    return replacement.target_module is not None and replacement.target_module.shards_layer
 
 
 class ShardFormer:

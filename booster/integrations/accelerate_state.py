@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from booster.booster import Booster
-from booster.checkpoint import take_state
 from booster.errors import ConfigurationError
 from booster.integrations.replicas import Replicas, holds_tensors, map_tensors
+from booster.plugin import take_state
 from shardformer.distributed.process_groups import world_group
 from shardformer.utils.typed_json import from_json, read_json_object, to_json
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from booster.checkpoint import take_state
 from booster.errors import ConfigurationError
+from booster.plugin import take_state
 from booster.wrappers import OptimizerWrapper
 
 

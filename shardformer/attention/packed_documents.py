@@ -151,13 +151,14 @@ def reason_not_kept_apart(model: nn.Module) -> str:
 
 def mask_calls(kind: type) -> tuple[MaskCall, ...]:
     """Return the calls by which a class makes masks."""
-    methods = (each for base in kind.__mro__ if not _is_of_torch(base) for each in vars(base).values())
+    methods = (
+        each
+        for base in kind.__mro__
+        if base.__module__.split(".")[0] not in ("torch", "builtins")
+        for each in vars(base).values()
+    )
     found = (method for method in methods if inspect.isfunction(method))
     return tuple(call for method in found for call in _calls_in(method))
-
-
-def _is_of_torch(kind: type) -> bool:
-    return kind.__module__.split(".")[0] in ("torch", "builtins")
 
 
 @cache  # of a method, not of its class: sharding derives new classes for each model
@@ -273,7 +274,7 @@ def _run_by_document(run: Callable[[Tensor], Any], hidden: Tensor, lengths: Leng
     sizes = [(*own, hidden.shape[1] - sum(own)) for own in lengths]
     parts = [part for row, own in zip(hidden, sizes, strict=True) for part in row.split(own)]
     groups: dict[int, list[int]] = {}
-    for number in sorted({*range(len(parts))} - _ends(sizes)):
+    for number in sorted({*range(len(parts))} - {end - 1 for end in accumulate(map(len, sizes))}):
         groups.setdefault(len(parts[number]).bit_length(), []).append(number)  # at most half of a call is padding
     output: Any = None
     for numbers in groups.values():
@@ -282,8 +283,3 @@ def _run_by_document(run: Callable[[Tensor], Any], hidden: Tensor, lengths: Leng
         for number, state in zip(numbers, states, strict=True):
             parts[number] = state[: len(parts[number])]
     return first_output(output, lambda _: torch.cat(parts).view_as(hidden))
-
-
-def _ends(sizes: list[tuple[int, ...]]) -> set[int]:
-    """Return the numbers of the parts that end the rows."""
-    return {end - 1 for end in accumulate(map(len, sizes))}

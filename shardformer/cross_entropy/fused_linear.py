@@ -10,7 +10,8 @@ the head had computed them at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,65 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
-from shardformer.cross_entropy import chunking
-from shardformer.cross_entropy.chunking import chunk_bytes, decided
 from shardformer.distributed.collectives import all_gather_flat
 from shardformer.matmul.kernel import matrix
+
+# Bytes of fp32 logits per chunk. Each chunk reads the weight and its gradient once, so the faster matrix products are
+# relative to memory, the more rows a chunk needs. The CPU number is measured; the other follows from data sheets.
+CPU_CHUNK_BYTES = 128 * 2**20
+ACCELERATOR_CHUNK_BYTES = 512 * 2**20
+FEWEST_ROWS = 128
+
+
+class _State:
+    """State of this process; global, as passes run one at a time."""
+
+    planned_for: str | None = None
+    decisions: dict[tuple[int, ...], bool] | None = None
+    finds_gradients = False
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Return how many bytes the logits of one chunk may take on `device`, counted in fp32."""
+    return CPU_CHUNK_BYTES if (_State.planned_for or device.type) == "cpu" else ACCELERATOR_CHUNK_BYTES
+
+
+def rows_of_chunk(columns: int, device: torch.device) -> int:
+    """Return the number of tokens in a chunk of logits with `columns` columns."""
+    return max(FEWEST_ROWS, chunk_bytes(device) // max(4 * columns, 1) // FEWEST_ROWS * FEWEST_ROWS)
+
+
+@contextmanager
+def planned_for(device_type: str) -> Iterator[None]:
+    """Run passes on fake tensors as if on a device of `device_type`.
+
+    All heads of one shape follow the decision of the first, so that cost stays linear in the micro-batch size.
+    """
+    _State.planned_for, _State.decisions = device_type, {}
+    try:
+        yield
+    finally:
+        _State.planned_for = _State.decisions = None
+
+
+def decided(shape: tuple[int, ...], decision: bool) -> bool:
+    """Return the decision for a head whose weight has this shape; within a plan, the first decision for that shape."""
+    return decision if _State.decisions is None else _State.decisions.setdefault(shape, decision)
+
+
+@contextmanager
+def finding_gradients() -> Iterator[None]:
+    """Mark work that runs inside a forward pass but belongs to the backward pass."""
+    _State.finds_gradients = True
+    try:
+        yield
+    finally:
+        _State.finds_gradients = False
+
+
+def finds_gradients() -> bool:
+    """Return whether a forward pass is inside `finding_gradients`."""
+    return _State.finds_gradients
 
 
 def fused_linear_cross_entropy_sum(
@@ -49,12 +105,12 @@ def fused_linear_cross_entropy_sum(
         labels: [...], the same on every rank of `group`.
         vocab_range: first and end row of the vocabulary that the local `weight` covers; None for all.
         group: the axis over which the vocabulary is sharded.
-        chunk_rows: tokens in a chunk; None for as many as `chunking` allows.
+        chunk_rows: tokens in a chunk; None for as many as `rows_of_chunk` allows.
 
     The result is at least fp32, whatever the precision of the head.
     """
     start, stop = (0, len(weight)) if vocab_range is None else vocab_range
-    rows = chunking.chunk_rows(len(weight), hidden.device) if chunk_rows is None else chunk_rows
+    rows = rows_of_chunk(len(weight), hidden.device) if chunk_rows is None else chunk_rows
     cut = _VocabShard(start, stop, group, ignore_index, rows, torch.is_grad_enabled())
     return _HeadCrossEntropy.apply(matrix(hidden), weight, bias, labels.reshape(-1), cut)
 
@@ -120,7 +176,7 @@ class _ChunkedLoss:
                 at_label = exponentials.gather(1, local) * share - (here & counted).unsqueeze(-1).to(self.dtype)
                 self._write(logits, exponentials, share)
                 logits.scatter_(1, local, at_label.to(logits.dtype))
-            with chunking.finding_gradients():
+            with finding_gradients():
                 self._add_gradients(hidden, logits, first)
 
     def _exponentials(

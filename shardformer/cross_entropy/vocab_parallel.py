@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from shardformer.cross_entropy import chunking
+from shardformer.cross_entropy import fused_linear
 from shardformer.cross_entropy.fused_linear import DeferredLogits
 from shardformer.distributed.blocks import BlockedTensor, blocks_of, sum_over_blocks
 from shardformer.distributed.collectives import reduce_from_region
@@ -143,12 +143,12 @@ def token_scores(
         temperature: divides the logits.
         vocab_range: first and end row of the vocabulary that `logits` cover; None for all.
         group: the axis over which the vocabulary is sharded.
-        chunk_rows: tokens in a chunk; None for as many as `chunking` allows.
+        chunk_rows: tokens in a chunk; None for as many as `fused_linear` allows.
     """
     is_deferred = isinstance(logits, DeferredLogits) and logits.logits is None
     source, compute = (logits.call.hidden, logits.call.compute) if is_deferred else (logits, lambda part: part)
     columns, device = logits.shape[-1], logits.device
-    rows = chunking.chunk_rows(columns, device) if chunk_rows is None else chunk_rows
+    rows = fused_linear.rows_of_chunk(columns, device) if chunk_rows is None else chunk_rows
     source, targets = source.reshape(-1, source.shape[-1]), labels.reshape(-1)
     score = partial(_scores, compute, fields, temperature, vocab_range, group)
     trains = torch.is_grad_enabled() and logits.requires_grad

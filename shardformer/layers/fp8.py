@@ -32,7 +32,7 @@ def multiply_in_fp8(model: nn.Module, recipe: str = "tensorwise") -> None:
     Embeddings, heads and other modules outside of these lists keep their precision, as do norms, attention, routers
     and stacked experts.
     """
-    in_lists = [module for path, module in model.named_modules() if _is_in_a_list(path)]
+    in_lists = [module for path, module in model.named_modules() if any(part.isdigit() for part in path.split("."))]
     found = {module: layer for module in in_lists if (layer := _fp8_layer(module)) is not None}
     kernel = FP8_RECIPES[recipe]()
     for layer in found.values():
@@ -70,10 +70,6 @@ def check_fp8(device: torch.device, recipe: str = "tensorwise") -> None:
         raise ValueError(
             f"{option} needs a GPU of compute capability {needed} or more, and this one has {found}; use {instead}"
         )
-
-
-def _is_in_a_list(path: str) -> bool:
-    return any(part.isdigit() for part in path.split("."))
 
 
 def _fp8_layer(module: nn.Module) -> nn.Module | None:

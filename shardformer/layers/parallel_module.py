@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from shardformer.matmul.quantised import is_quantised, kind_of_layer
+from shardformer.matmul.quantised import is_quantised
 from shardformer.shard_spec import grad_group_of
 
 
@@ -66,16 +66,6 @@ class ParallelModule(nn.Module, ABC):
         Raises:
             TypeError: the number of features that the module reads or returns cannot be determined.
         """
-
-    @classmethod
-    def quantised_problem(cls, native: nn.Module) -> str | None:
-        """Return why this class cannot replace a quantised layer; None if it can, or if it is not quantised."""
-        kind = kind_of_layer(native)
-        if kind is None:
-            return None
-        if not cls.takes_kernels:
-            return f"{kind.name} weights, which a {cls.__name__} cannot cut; use tp_size=1 (dp, pp work)"
-        return kind.problem(native)
 
 
 def sum_partial_gradients(model: nn.Module) -> None:

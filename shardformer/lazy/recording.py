@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardformer.lazy.materialize import InitLog, RecordedValues, StorageView, remember, undisturbed
 from shardformer.lazy.weight_files import (
     WeightFileError,
+    check_paths,
     has_bin_files,
     open_tensors,
     read_piece,
@@ -355,22 +356,6 @@ def files_are_read_later(recorder: DispatchRecorder, allow_bin: bool) -> Iterato
         yield
     finally:
         PreTrainedModel._load_pretrained_model = staticmethod(original)
-
-
-def check_paths(paths: list[Path], directory: Path, allow_bin: bool) -> None:
-    """Refuse files that an index names outside of its directory, and pickle files unless `allow_bin`.
-
-    Raises:
-        WeightFileError: there is such a file.
-    """
-    for path in paths:
-        if ".." in path.parts[len(directory.parts) :] or (directory.is_dir() and not path.is_relative_to(directory)):
-            raise WeightFileError(f"an index in {directory} names '{path}' outside the directory; do not load it")
-        if path.suffix != ".safetensors" and not allow_bin:
-            raise WeightFileError(
-                f"{path} is no safetensors file; save the model as safetensors, or, where you trust it, use "
-                "record_module_init(allow_bin=True)"
-            )
 
 
 @dataclass(frozen=True)

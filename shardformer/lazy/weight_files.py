@@ -95,6 +95,22 @@ def files_of_index(directory: Path, index: str) -> dict[str, str]:
     return names
 
 
+def check_paths(paths: list[Path], directory: Path, allow_bin: bool) -> None:
+    """Refuse files that an index names outside of its directory, and pickle files unless `allow_bin`.
+
+    Raises:
+        WeightFileError: there is such a file.
+    """
+    for path in paths:
+        if ".." in path.parts[len(directory.parts) :] or (directory.is_dir() and not path.is_relative_to(directory)):
+            raise WeightFileError(f"an index in {directory} names '{path}' outside the directory; do not load it")
+        if path.suffix != ".safetensors" and not allow_bin:
+            raise WeightFileError(
+                f"{path} is no safetensors file; save the model as safetensors, or, where you trust it, use "
+                "record_module_init(allow_bin=True)"
+            )
+
+
 def check_inside(path: Path) -> None:
     """Refuse a symbolic link out of the file's directory, except one into the blob store of a hub cache.
 

@@ -278,7 +278,9 @@ def adapters_detached(model: nn.Module, config: ShardConfig, policy: Policy) -> 
     """
     layers = dict(wrapped_layers(model))
     check_layers(model, layers, config, policy)
-    outermost = {path: layer for path, layer in layers.items() if not _is_inside_of_another(path, layers)}
+    outermost = {
+        path: layer for path, layer in layers.items() if not any(path.startswith(f"{other}.") for other in layers)
+    }
     for path, layer in outermost.items():
         replace_module(model, path, inner_module(layer))
     copies = ModuleCopies(config)
@@ -294,10 +296,6 @@ def adapters_detached(model: nn.Module, config: ShardConfig, policy: Policy) -> 
                     cut_adapter(layer, path, config)
                 keep_whole(layer.parameters(), config)
                 replace_module(model, path, layer)
-
-
-def _is_inside_of_another(path: str, layers: dict[str, nn.Module]) -> bool:
-    return any(path.startswith(f"{other}.") for other in layers)
 
 
 # ----- copies of modules that peft trains in full (modules_to_save) -----

@@ -108,10 +108,6 @@ def _named_like(name: str, library: str = "") -> type[Policy] | None:
     return None
 
 
-def _is_of_library(model: nn.Module) -> bool:
-    return type(model).__module__.startswith("transformers.")
-
-
 def _is_around_backbones(model: nn.Module) -> bool:
     """Return whether a module has models of transformers with policies inside, and no plan for what is around them."""
     found = [starred(path) for path in backbones_of(model, policy_for)]
@@ -140,7 +136,7 @@ def policy_for(model: nn.Module) -> Policy:
         # A module of the user's may be derived from the base class of a family, which has no forward.
         if declared is not None and getattr(cls, "forward", nn.Module.forward) is not nn.Module.forward:
             return PlanPolicy(declared)
-    if not _is_of_library(model) and _is_around_backbones(model):
+    if not type(model).__module__.startswith("transformers.") and _is_around_backbones(model):
         return BackbonePolicy(policy_for)
     derived = next((plan for cls in type(model).__mro__ if (plan := proposed_plan_of(cls)) is not None), None)
     has_plan = bool(getattr(model, "tp_plan", None))

@@ -36,6 +36,7 @@ from shardformer.layers.experts import is_experts
 from shardformer.layers.linear import in_features, out_features
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.loss.terms import router_loss_of
+from shardformer.matmul.quantised import kind_of_layer
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.mixers import MIXER
 from shardformer.policies.module_edits import read_norms_of_heads, shard_own_parameter, shard_weights_of_heads
@@ -162,7 +163,7 @@ class KeptLayers:
     def _cannot_be_cut(self) -> Iterator[str]:
         """Yield a sentence for the first layer whose quantised weight has no border where ranks could be cut."""
         found = [each for each in self.replacements if each.native not in self.reasons]
-        told = [(each.path, each.target.quantised_problem(each.native)) for each in found]
+        told = [(each.path, _quantised_problem(each)) for each in found]
         told = [(path, problem) for path, problem in told if problem is not None]
         more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
         yield from (f"{path}{more} has {problem}" for path, problem in told[:1])
@@ -202,6 +203,14 @@ def _reason(each: Replacement) -> str | None:
     if reason is None and isinstance(each.native, nn.Embedding):
         reason = next((f"the option {name}" for name in options if getattr(each.native, name)), None)
     return reason
+
+
+def _quantised_problem(each: Replacement) -> str | None:
+    """Return why a quantised layer cannot be replaced; None if it can, or if it is not quantised."""
+    kind = kind_of_layer(each.native)
+    if kind is not None and not each.target.takes_kernels:
+        return f"{kind.name} weights, which a {each.target.__name__} cannot cut; use tp_size=1 (dp, pp work)"
+    return None if kind is None else kind.problem(each.native)
 
 
 def _is_ours(each: Replacement) -> bool:

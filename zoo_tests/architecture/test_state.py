@@ -27,7 +27,7 @@ ALLOWED = {
     "plugins/hybrid_parallel/reproducible/batch_invariance.py:_SAME": "what is known of the kernels of the process",
     "plugins/hybrid_parallel/setup/input_checks.py:_BOOSTED": "weak: models of the script that `boost` has changed",
     "shardformer/distributed/atorch.py:PROCESS_STATE": "ATorch's own functions take no object",
-    "shardformer/cross_entropy/chunking.py:_State": "set by context managers",
+    "shardformer/cross_entropy/fused_linear.py:_State": "set by context managers",
     "shardformer/distributed/blocks.py:_BLOCKS_OF": "released with the process group that it describes",
     "shardformer/distributed/process_groups.py:_OF_WORLD": "released with torch's default process group",
     "shardformer/lazy/recording.py:_is_recording": "a ContextVar: set by a context manager",

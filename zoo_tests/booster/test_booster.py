@@ -27,9 +27,8 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from booster import Booster, Plugin
-from booster.checkpoint import take_state
 from booster.errors import ConfigurationError
-from booster.plugin import CheckpointIO, PipelineResult, TrainingObjects, available_plugins, load_plugin
+from booster.plugin import CheckpointIO, PipelineResult, TrainingObjects, available_plugins, load_plugin, take_state
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 
 

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import shardformer.cross_entropy.fused_linear as deferred_logits
 import shardformer.loss.text as text
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.loss.step_loss import ScoresAsked, next_tokens
-from shardformer.cross_entropy import chunking
+from shardformer.cross_entropy import fused_linear
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case
 from zoo_tests.harness.ranks import run_on_ranks
@@ -32,19 +31,19 @@ from zoo_tests.harness.train_sharded import RankReport, train_sharded
 @contextmanager
 def _always_deferring(taken: list[bool]) -> Iterator[None]:
     """All heads defer, to chunks of five tokens; `taken` gets whether each loss found its logits unread."""
-    before = deferred_logits.saves_memory, chunking.chunk_rows, text.loss_of
+    before = fused_linear.saves_memory, fused_linear.rows_of_chunk, text.loss_of
 
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor | None:
         loss = before[-1](logits, labels)
         taken.append(loss is not None)
         return loss
 
-    deferred_logits.saves_memory, text.loss_of = lambda call: True, loss_of
-    chunking.chunk_rows = lambda columns, device: 5
+    fused_linear.saves_memory, text.loss_of = lambda call: True, loss_of
+    fused_linear.rows_of_chunk = lambda columns, device: 5
     try:
         yield
     finally:
-        deferred_logits.saves_memory, chunking.chunk_rows, text.loss_of = before
+        fused_linear.saves_memory, fused_linear.rows_of_chunk, text.loss_of = before
 
 
 def train_deferring(case: Case, directory: Path) -> RankReport:

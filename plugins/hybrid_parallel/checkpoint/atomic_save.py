@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from booster.checkpoint import SavedCheckpoint
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
+from booster.plugin import SavedCheckpoint
 from plugins.hybrid_parallel.checkpoint.global_tensor import GlobalTensor, TensorChunk
 from plugins.hybrid_parallel.checkpoint.manifest import Manifest, sequence_of
 from plugins.hybrid_parallel.checkpoint.tensor_file import naming, sync_directory

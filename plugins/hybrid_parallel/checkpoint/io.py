@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster import failure
-from booster.checkpoint import SavedCheckpoint
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
-from booster.plugin import CheckpointIO
+from booster.plugin import CheckpointIO, SavedCheckpoint
 from plugins.hybrid_parallel.checkpoint.atomic_save import (
     MANIFEST,
     BackgroundWriter,

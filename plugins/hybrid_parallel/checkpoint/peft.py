@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from booster.checkpoint import write_text
 from booster.errors import ConfigurationError
+from booster.plugin import write_text
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.gather import Gather, open_for_messages, receive, send
 from plugins.hybrid_parallel.checkpoint.global_tensor import local_tensors

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from booster.errors import ConfigurationError
-from shardformer.cross_entropy.chunking import finds_gradients
+from shardformer.cross_entropy.fused_linear import finds_gradients
 from shardformer.utils.untraced import is_saved
 
 # Part of a model: ("layer", list, kind), or ("gap", list) for what runs before that list; the last gap is the head.

@@ -38,7 +38,7 @@ from plugins.hybrid_parallel.planner.proxy_model import (
     watch_layers,
 )
 from plugins.hybrid_parallel.zero.stage3 import is_sharded
-from shardformer.cross_entropy.chunking import planned_for
+from shardformer.cross_entropy.fused_linear import planned_for
 from shardformer.layers.experts import expert_modules
 from shardformer.peft import model_inside
 from shardformer.shard_spec import grad_group_of, spec_of

@@ -224,7 +224,9 @@ class Plan:
             shared_states=_of(model, self.shared_states),
             changes_shapes=changes_shapes,
             calls_forward=self.calls_forward,
-            optional_layers=() if self.optional_layers is None else _of_text(model, self.optional_layers),
+            optional_layers=()
+            if self.optional_layers is None
+            else tuple(getattr(model.config.get_text_config(), self.optional_layers)),
             every=(*layout.every, *every),
             tuple_output=outputs,
             carried_inputs=_read_by(layer, self.carried_inputs),
@@ -236,10 +238,6 @@ class Plan:
 def _of(model: nn.Module, found: Value | Callable[[nn.Module], Value]) -> Value:
     """Return a field of a plan, which may be a function of the model."""
     return found(model) if callable(found) else found
-
-
-def _of_text(model: nn.Module, field: str) -> tuple[int, ...]:
-    return tuple(getattr(model.config.get_text_config(), field))
 
 
 def _read_by(layer: nn.Module, names: Sequence[str]) -> tuple[str, ...]:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from booster.checkpoint import load_lr_scheduler
 from booster.errors import ConfigurationError
+from booster.plugin import load_lr_scheduler
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import distributed

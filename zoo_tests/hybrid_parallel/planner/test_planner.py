@@ -35,7 +35,7 @@ from plugins.hybrid_parallel.planner.profile import Profiler
 from plugins.hybrid_parallel.planner.rank_memory import peak_activations
 from plugins.hybrid_parallel.planner.report import draw, to_json, to_text, utilization
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
-from shardformer.cross_entropy import chunking, fused_linear
+from shardformer.cross_entropy import fused_linear
 
 _LENGTH = 64
 
@@ -177,7 +177,7 @@ def test_a_loss_without_logits_is_the_same_work(monkeypatch: pytest.MonkeyPatch)
     layout = Layout(1, 1, 1, rows=2)
     with_logits, before = _predictor(4).parts(layout)["gap", 1], _predictor(4).predict(layout)
     monkeypatch.setattr(fused_linear, "saves_memory", lambda call: True)
-    monkeypatch.setattr(chunking, "chunk_rows", lambda columns, device: 48)
+    monkeypatch.setattr(fused_linear, "rows_of_chunk", lambda columns, device: 48)
     without, after = _predictor(4).parts(layout)["gap", 1], _predictor(4).predict(layout)
     assert after.model_flops == pytest.approx(before.model_flops)
     assert without.forward_peak + without.backward_peak < with_logits.forward_peak + with_logits.backward_peak

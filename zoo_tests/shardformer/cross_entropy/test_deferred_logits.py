@@ -17,8 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer.cross_entropy.fused_linear as module
-from shardformer.cross_entropy.chunking import chunk_bytes, planned_for
-from shardformer.cross_entropy.fused_linear import DeferredLogits, LMHeadCall, defer_logits, loss_of, saves_memory
+from shardformer.cross_entropy.fused_linear import (
+    DeferredLogits,
+    LMHeadCall,
+    chunk_bytes,
+    defer_logits,
+    loss_of,
+    planned_for,
+    saves_memory,
+)
 from shardformer.layers import VocabParallelLMHead
 from shardformer.layers.embedding import deferred_logits
 from shardformer.layers.replicated_linear import defer_weight_grads
