@@ -35,7 +35,7 @@ from shardformer.utils.source import adds_to_loss, calls_loss_function, passes_k
 # Model class -> policy class, both "package.module.Class". One per process, as `register_policy` takes no object: a
 # model's package registers its policy when it is imported, before there is a plugin.
 _REGISTERED: dict[str, str] = {}
-_FOLDER = re.compile(r"(?:transformers|shardformer)\.models\.(\w+)\.")
+_FOLDER = re.compile(r"(?:transformers|shardformer)\.models\.(\w+)")
 
 
 @cache
