@@ -9,9 +9,9 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
 
 if TYPE_CHECKING:
-    from plugins.hybrid_parallel.compat.atorch.auto_accelerate import AccelerateResult, auto_accelerate
+    from plugins.hybrid_parallel.compat.auto_accelerate import AccelerateResult, auto_accelerate
     from plugins.hybrid_parallel.compat.deepspeed_3d.config import DeepSpeed3DParallelConfig
-    from plugins.hybrid_parallel.compat.deepspeed_3d.logits import (
+    from plugins.hybrid_parallel.compat.deepspeed_3d.patches import (
         vocab_parallel_cross_entropy,
         vocab_parallel_logit_helper,
     )
@@ -31,11 +31,11 @@ __all__ = [
 # Imported on demand: the planner and pydantic take longer to import than the plugin, which needs neither.
 _ON_DEMAND = {
     "ShardedEMA": "zero.average",
-    "AccelerateResult": "compat.atorch.auto_accelerate",
-    "auto_accelerate": "compat.atorch.auto_accelerate",
+    "AccelerateResult": "compat.auto_accelerate",
+    "auto_accelerate": "compat.auto_accelerate",
     "DeepSpeed3DParallelConfig": "compat.deepspeed_3d.config",
-    "vocab_parallel_cross_entropy": "compat.deepspeed_3d.logits",
-    "vocab_parallel_logit_helper": "compat.deepspeed_3d.logits",
+    "vocab_parallel_cross_entropy": "compat.deepspeed_3d.patches",
+    "vocab_parallel_logit_helper": "compat.deepspeed_3d.patches",
 }
 
 

@@ -22,7 +22,7 @@ ALLOWED = {
     "booster/integrations/metrics.py:_replicas": "torchmetrics' own functions take no layout",
     "booster/integrations/metrics.py:_has_all_samples": "set by a context manager",
     "booster/failure/stack_probe.py:_WAITING_CODE": "filled by a decorator, when modules are imported",
-    "plugins/hybrid_parallel/compat/deepspeed_3d/logits.py:_reading": "a ContextVar: set by a context manager",
+    "plugins/hybrid_parallel/compat/deepspeed_3d/patches.py:_reading": "a ContextVar: set by a context manager",
     "plugins/hybrid_parallel/distributed/local_ranks.py:_of_thread": "of a thread: torch's functions take no world",
     "plugins/hybrid_parallel/reproducible/batch_invariance.py:_SAME": "what is known of the kernels of the process",
     "plugins/hybrid_parallel/setup/input_checks.py:_BOOSTED": "weak: models of the script that `boost` has changed",

@@ -39,8 +39,8 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.setup.model import shard_model
+from plugins.hybrid_parallel.shard_report import fake_rank
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.shard_spec import grad_group_of, spec_of
 from shardformer.stages.stage import StagePlaceholder

@@ -22,8 +22,8 @@ from torch.nn.parallel import distributed as ddp
 
 from booster.logging import quiet
 from plugins.hybrid_parallel.data.microbatch import split_batch, to_device
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.proxy_model import give_memory
+from plugins.hybrid_parallel.shard_report import fake_rank
 from zoo_tests.cuda_trace.recorder import StepCounts, StepRecorder, record_wait
 from zoo_tests.cuda_trace.steps import CUDA, STEPS, Trace, stand_ins
 from zoo_tests.zoo import FAMILIES

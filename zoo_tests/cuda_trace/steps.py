@@ -19,13 +19,13 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.boosted.model_api import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed import mesh as meshes
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.loss.step_loss import CriterionStepLoss
 from plugins.hybrid_parallel.pipeline import p2p
 from plugins.hybrid_parallel.planner.proxy_model import give_memory
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
-from plugins.hybrid_parallel.step import batch as step_batch
+from plugins.hybrid_parallel.shard_report import fake_rank
+from plugins.hybrid_parallel.step import passes as step_batch
 from plugins.hybrid_parallel.step.execute_pipeline import run_batch
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from plugins.hybrid_parallel.zero.reducer import GradientReducer

@@ -16,10 +16,10 @@ from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.boosted.model_api import WholeModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.rank_memory import StaticMemory
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer, finish_model
+from plugins.hybrid_parallel.shard_report import fake_rank
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
 from shardformer.utils.module_paths import names_of_parameters
 

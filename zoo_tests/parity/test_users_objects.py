@@ -25,9 +25,9 @@ import booster
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.inspect.shard_report import shard_report
 from plugins.hybrid_parallel.planner.device import preset
 from plugins.hybrid_parallel.planner.plan import Job, plan_for
+from plugins.hybrid_parallel.shard_report import shard_report
 from shardformer import LazyInitContext, record_module_init
 from shardformer.policies.plans.propose import propose_plan
 from zoo_tests.harness.ranks import distributed

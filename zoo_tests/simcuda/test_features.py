@@ -17,7 +17,7 @@ from shardformer import record_module_init
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.compare import check_case
 from zoo_tests.harness.ranks import DEVICE_VARIABLE, run_on_ranks
-from zoo_tests.hybrid_parallel.compat.atorch import test_auto_accelerate as auto
+from zoo_tests.hybrid_parallel.compat import test_auto_accelerate as auto
 from zoo_tests.hybrid_parallel.zero.test_user_gradients import check_changed_weights
 from zoo_tests.parity import test_offload_activations
 from zoo_tests.simcuda import rules, test_training

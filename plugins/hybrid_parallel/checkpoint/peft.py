@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from booster.plugin import write_text
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.gather import Gather, open_for_messages, receive, send
-from plugins.hybrid_parallel.checkpoint.global_tensor import local_tensors
+from plugins.hybrid_parallel.checkpoint.global_tensor import Gather, local_tensors, open_for_messages, receive, send
 from plugins.hybrid_parallel.checkpoint.save import Item, Unit, partial_path, remove_partial_files
 from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileWriter, sync_directory
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks

@@ -37,8 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.gather import Gather, ReplicaGather
-from plugins.hybrid_parallel.checkpoint.global_tensor import local_tensors
+from plugins.hybrid_parallel.checkpoint.global_tensor import Gather, ReplicaGather, local_tensors
 from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileWriter, sync_directory
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, EP, EXPERT_REPLICAS, HybridMesh

@@ -15,13 +15,13 @@ from booster.data.rows import main_input_of
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.contrastive import ContrastiveStepLoss, compares_samples, coupled_outputs
-from plugins.hybrid_parallel.loss.router_balance import RouterBalance
 from plugins.hybrid_parallel.loss.step_loss import (
     CriterionStepLoss,
     HeadStepLoss,
     Microbatches,
     ModelStepLoss,
     NoLoss,
+    RouterBalance,
     ScoresAsked,
     StepLoss,
     TokenScores,

@@ -25,7 +25,7 @@ from shardformer.stages.placeholders import StageMessage
 from shardformer.stages.stage import run_stage
 
 if TYPE_CHECKING:
-    from plugins.hybrid_parallel.loss.router_balance import RouterBalance
+    from plugins.hybrid_parallel.loss.step_loss import RouterBalance
     from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
     from plugins.hybrid_parallel.step.outputs import OutputGradients
     from plugins.hybrid_parallel.zero.reducer import BackwardPasses

@@ -25,10 +25,10 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.local_ranks import devices_for, run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import current_device
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.device import Device, Link
 from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.proxy_model import batch_of, build_proxy_model, training_loss, watch_layers
+from plugins.hybrid_parallel.shard_report import fake_rank
 from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
 from shardformer.distributed.collectives import all_gather_flat, reduce_scatter_flat
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.inspect.shard_report import in_bytes
 from plugins.hybrid_parallel.pipeline.schedule import Kind
 from plugins.hybrid_parallel.planner.device import Device, Link
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.profile import PartCost
+from plugins.hybrid_parallel.shard_report import in_bytes
 
 _ADDED = ("forward", "backward", "weights", "forward_talk", "backward_talk", "flops", "saved", "again", "again_talk")
 _ADDED += ("results", "deferred")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.calibrate import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.op_recorder import (
@@ -37,6 +36,7 @@ from plugins.hybrid_parallel.planner.proxy_model import (
     training_loss,
     watch_layers,
 )
+from plugins.hybrid_parallel.shard_report import fake_rank
 from plugins.hybrid_parallel.zero.stage3 import is_sharded
 from shardformer.cross_entropy.fused_linear import planned_for
 from shardformer.layers.experts import expert_modules

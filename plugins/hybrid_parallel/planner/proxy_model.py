@@ -22,7 +22,7 @@ from plugins.hybrid_parallel.distributed.mesh import build_mesh
 from plugins.hybrid_parallel.planner.op_recorder import Operator, Part
 from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
-from plugins.hybrid_parallel.step.batch import Batch
+from plugins.hybrid_parallel.step.passes import Batch
 from shardformer.peft import model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.stages.stage import StageLayout

@@ -13,11 +13,11 @@ from math import ceil, exp, expm1, lgamma, log, log1p, sqrt
 from pathlib import Path
 from typing import Any
 
-from plugins.hybrid_parallel.inspect.shard_report import in_bytes
 from plugins.hybrid_parallel.planner.costs import MEMORY_PARTS, SECONDS_PARTS, Prediction
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.plan import Plan, Rejection
+from plugins.hybrid_parallel.shard_report import in_bytes
 
 _PARTS = {
     "parameters": "parameters",

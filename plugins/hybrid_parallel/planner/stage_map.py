@@ -13,9 +13,9 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from booster.logging import quiet
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.op_recorder import Part
 from plugins.hybrid_parallel.planner.proxy_model import LayerList, layer_lists, name_in_skeleton
+from plugins.hybrid_parallel.shard_report import fake_rank
 from plugins.hybrid_parallel.zero.stage3 import owners_of
 from shardformer import PipelineStageManager, Policy, ShardConfig
 from shardformer.layers.experts import expert_modules, num_experts

@@ -22,7 +22,7 @@ from plugins.hybrid_parallel.zero.reducer import counting
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-    from plugins.hybrid_parallel.reproducible.units import Units
+    from plugins.hybrid_parallel.reproducible.feature import Units
     from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 
 

@@ -16,9 +16,8 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP
 from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PassState
-from plugins.hybrid_parallel.step.batch import Batch, BatchSplit
 from plugins.hybrid_parallel.step.outputs import broadcast_outputs, detached, merge_outputs
-from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
+from plugins.hybrid_parallel.step.passes import Batch, BatchSplit, Pass, PassKind, in_pass
 from plugins.hybrid_parallel.zero.reducer import BackwardPasses
 from shardformer.attention import log_once
 

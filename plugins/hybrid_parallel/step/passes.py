@@ -2,14 +2,19 @@
 
 The callers are `execute_pipeline`, `model(**batch)` on one stage and on several, `model.generate`, and
 `booster.backward` under a pipeline.
+
+A `Batch` is made once for each call of a model. It becomes micro-batches: samples are split, or a row of packed
+documents is cut between these. Replicas that wait for one another agree on the number of parts.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +22,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from booster import failure
-from plugins.hybrid_parallel.data.checks import naming_entry
-from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts
+from booster.data.rows import unknown_rows
+from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data.checks import FIRST_STEPS, naming_entry
+from plugins.hybrid_parallel.data.media import check_parts, kinds_of_media, parameters_of_texts
+from plugins.hybrid_parallel.data.microbatch import (
+    MANY,
+    PackedRow,
+    agreed_microbatches,
+    packed_row,
+    split_batch,
+    stand_in,
+)
 from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP
+from plugins.hybrid_parallel.loss.choice import ChosenLoss, LossSource
+from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, StepLoss
+from shardformer.attention.packed_documents import may_be_packed
+from shardformer.context_parallel.zigzag import record_facts
+from shardformer.loss.terms import ASKED
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel
@@ -116,3 +136,192 @@ def _agree_on_media(model: HybridParallelModel, inputs: Sequence[Mapping[str, An
     dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=model.mesh.group(DP_CP))
     if (extremes[0] != -extremes[1]).any():
         model.gathers.keep_all_but(parameters_of_texts(model.options.inside))
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """A batch in parts.
+
+    Attributes:
+        own: the micro-batches of this replica, with labels; empty if its share of the batch is empty.
+        microbatches: the same, and placeholders, because other ranks wait for this one at the experts.
+        lengths: tokens of each micro-batch, if they are parts of one row; otherwise None.
+        rows: samples of this replica; 1 if nothing counts them.
+    """
+
+    own: list[dict[str, Any]]
+    microbatches: list[dict[str, Any]]
+    lengths: tuple[int, ...] | None
+    rows: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of one call of a model."""
+
+    model: HybridParallelModel
+    # the arguments of the model's forward, on the device; `position_ids` alone tell of packed documents
+    entries: dict[str, Any]
+    on_host: Mapping[str, Any]  # the same entries as they were given
+    args: tuple = ()  # positional arguments, which have no names
+    criterion: Callable[[Any, Any], Any] | None = None  # the user's loss; None for the model's own
+
+    @staticmethod
+    def of(
+        model: HybridParallelModel,
+        given: Mapping[str, Any],
+        args: tuple = (),
+        criterion: Callable[[Any, Any], Any] | None = None,
+    ) -> Batch:
+        """Return the batch of a call with these arguments.
+
+        Raises:
+            ConfigurationError: if borders of documents do not fit the rows.
+        """
+        given = model.options.with_document_positions(given)
+        return Batch(model, model.on_device(given, args), given, args, criterion)
+
+    @cached_property
+    def rows(self) -> int | None:
+        """The number of samples among the named entries; None if these do not tell."""
+        return self.model.options.rows_of(self.entries)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether this replica has samples."""
+        return bool(self.args) or self.rows != 0
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether its rows may be packed documents."""
+        return may_be_packed(self.entries)
+
+    @cached_property
+    def loss(self) -> ChosenLoss:
+        """Which loss the model has for it."""
+        return self.model.losses.choose(self.entries, self.criterion)
+
+    def step_loss(self, microbatches: list[dict[str, Any]]) -> StepLoss:
+        """Return that loss for a step over this replica's micro-batches; all replicas call this."""
+        return self.model.losses.step_loss(self.loss, microbatches, self.entries)
+
+    def placeholder(self) -> dict[str, Any]:
+        """Return a sample that stands for an empty share: layers take no empty batch, and other ranks may wait."""
+        return stand_in(self.entries, self.model.options.media_tokens, self.rows or 0)
+
+    def inputs_of(self, microbatch: Mapping[str, Any], loss: StepLoss) -> dict[str, Any]:
+        """Return the arguments of the forward for a part, without what the loss alone reads; caches are not filled."""
+        options, head_loss = self.model.options, self.model.head_loss
+        unread = options.unread(microbatch) if self.criterion is not None else ()
+        inputs = {name: value for name, value in microbatch.items() if name not in (*loss.own_entries, *unread)}
+        if loss.balance is not None:
+            inputs[ASKED] = False  # the model would compute the auxiliary loss of this stage's layers
+        inputs = options.inputs(inputs, is_microbatch=True)
+        return inputs if head_loss is None or isinstance(loss, ModelStepLoss) else head_loss.inputs(inputs)
+
+    # ----- micro-batches -----
+
+    def split(self, trains: bool, must_fill: bool = False, least: int = 0) -> BatchSplit:
+        """Split the batch; all replicas call this.
+
+        Args:
+            trains: whether a backward pass follows.
+            must_fill: whether the first batch must fill the pipeline.
+            least: the fewest micro-batches, also of an empty share.
+
+        Raises:
+            ConfigurationError: if the first batch must fill the pipeline and does not; raised on all replicas. If the
+                samples of a batch must be counted, and it does not tell how many they are.
+        """
+        model, mesh, pipeline = self.model, self.model.mesh, self.model.pipeline
+        rows = self._counted_rows()
+        if model.units is not None:
+            return self._in_units(trains, least, rows)
+        row = self._packed_row(rows)
+        units = rows if row is None else row.num_documents
+        if must_fill and not model.checked_full_batch:
+            is_row = rows == 1 and self.is_packed  # which may have few documents in any step
+            self._refuse_short_start(max(units, pipeline.least_batch_size) if is_row else units)
+            model.checked_full_batch = True
+        # Replicas wait for one another at features that all of them compare.
+        if model.replicas_wait(trains) or self.loss.compares:
+            count = agreed_microbatches(units, pipeline.microbatches_of, mesh)
+        else:
+            count = pipeline.microbatches_of(units, mesh.size("pp")) if units else 0
+        if not trains and self.loss.source is LossSource.HEAD and model.head_loss.has_parts:
+            count = min(count, 1)  # micro-batches would each have their own
+        check_parts(model.unwrap(), self.entries, count)
+        cuts = None if row is None or count < 2 else row.cuts(count, model.options.hidden_size)
+        tokens = model.options.media_tokens
+        own, given = (
+            split_batch(each, count, cuts, tokens, rows) if rows else [] for each in (self.entries, self.on_host)
+        )
+        if mesh.size("cp") > 1 or self.is_packed:
+            record_facts(own, given)
+        lengths = None if cuts is None else tuple(end - start for start, end in itertools.pairwise(cuts))
+        return BatchSplit(own, own or [self.placeholder()] * max(count, least), lengths, rows)
+
+    def _counted_rows(self) -> int:
+        """Return the number of samples; 1 if the batch does not tell and need not, because it stays whole."""
+        model, is_known = self.model, self.rows is not None
+        if model.units is None and not self._may_be_cut:
+            return self.rows if is_known else 1
+        if model.mesh.size("dp") > 1 and model.batches_seen <= FIRST_STEPS:
+            is_known = is_known_to_all(is_known, model.mesh.group("dp"))
+        if not is_known:
+            raise unknown_rows(self.entries)
+        return self.rows
+
+    @property
+    def _may_be_cut(self) -> bool:
+        return self.model.pipeline.microbatches_of(MANY, self.model.mesh.size("pp")) > 1
+
+    def _in_units(self, trains: bool, least: int, rows: int) -> BatchSplit:
+        """Split into units of `reproducible=True`; placeholders follow while other replicas have more."""
+        model, tokens = self.model, self.model.options.media_tokens
+        count = model.units.begin(rows, model.step_number, model.replicas_wait(trains))
+        own = model.units.cut(self.entries, rows, tokens)
+        check_parts(model.unwrap(), self.entries, len(own))
+        if self.is_packed:
+            record_facts(own, model.units.cut(self.on_host, rows, tokens))
+        return BatchSplit(own, own + [self.placeholder()] * (max(count, least) - len(own)), None, rows)
+
+    def _packed_row(self, rows: int) -> PackedRow | None:
+        """Return the documents of a batch of one row that may be cut between them; None if there are none."""
+        source, head_loss = self.loss.source, self.model.head_loss
+        if rows != 1 or not self._may_be_cut or source in (LossSource.CRITERION, LossSource.MODEL):
+            return None
+        if head_loss is None or not self.model.options.keeps_documents_apart:
+            return None
+        has_labels = source is LossSource.HEAD
+        # On one stage, the outputs of a batch without labels may include attentions of the whole row.
+        return packed_row(self.on_host, head_loss, has_labels) if has_labels or self.model.mesh.size("pp") > 1 else None
+
+    def _refuse_short_start(self, units: int) -> None:
+        """Refuse a first batch that cannot fill the pipeline; only the last batch of an epoch may be short.
+
+        The replicas agree, because a rank that raised alone would leave the others waiting.
+        """
+        least = self.model.pipeline.least_batch_size
+        fewest = torch.tensor(units)  # on the CPU: reading the result must not wait for the device
+        if self.model.mesh.size("dp") > 1:
+            dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.model.mesh.group("dp"))
+        units = int(fewest)
+        if not units and least:
+            replicas = self.model.mesh.size("dp")
+            raise ConfigurationError(
+                f"the first batch has fewer samples than the {replicas} replicas, which share it out; use batches of "
+                f"{replicas} samples or more, or fewer replicas"
+            )
+        if units < least:
+            raise ConfigurationError(
+                f"the batch has {units} samples, fewer than num_microbatches={least}; "
+                f"use batches of {least} or more, or num_microbatches={units}"
+            )
+
+
+def is_known_to_all(is_known: bool, group: dist.ProcessGroup) -> bool:
+    """Return whether all replicas know something."""
+    known = torch.tensor(is_known, dtype=torch.int32)  # on the CPU, as it is read at once
+    dist.all_reduce(known, op=dist.ReduceOp.MIN, group=group)
+    return bool(known)

@@ -29,10 +29,8 @@ from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas, exact_sum
 from plugins.hybrid_parallel.loss.backward_checks import refuse_without_optimizer
 from plugins.hybrid_parallel.loss.choice import LossSource
 from plugins.hybrid_parallel.loss.replica_losses import ReplicaLosses, RowWeight, off_inputs
-from plugins.hybrid_parallel.loss.router_balance import RouterBalance
-from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, StepLoss
+from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, RouterBalance, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PassState
-from plugins.hybrid_parallel.step.batch import Batch, BatchSplit
 from plugins.hybrid_parallel.step.outputs import (
     AUX_LOSS,
     CACHE_WITHHELD,
@@ -49,7 +47,7 @@ from plugins.hybrid_parallel.step.outputs import (
     leaves,
     reason_withheld,
 )
-from plugins.hybrid_parallel.step.passes import Pass, PassKind, in_pass
+from plugins.hybrid_parallel.step.passes import Batch, BatchSplit, Pass, PassKind, in_pass
 from plugins.hybrid_parallel.zero.reducer import BackwardPasses
 from shardformer.context_parallel.zigzag import record_facts
 from shardformer.distributed.process_groups import all_gather_json, broadcast_json

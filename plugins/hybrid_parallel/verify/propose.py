@@ -14,9 +14,9 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner.model_flops import FlopCounter
 from plugins.hybrid_parallel.setup.model import shard_model
+from plugins.hybrid_parallel.shard_report import fake_rank
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compare
 from plugins.hybrid_parallel.verify.own_model import OwnModel
 from plugins.hybrid_parallel.verify.random_batch import rows_of

@@ -12,9 +12,9 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import build_mesh
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.setup.input_checks import cuts_batch, has_batch_norms, refuse_mixed_samples
 from plugins.hybrid_parallel.setup.model import shard_model
+from plugins.hybrid_parallel.shard_report import fake_rank
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdict, compare
 from plugins.hybrid_parallel.verify.module_outputs import LinesRun
 from plugins.hybrid_parallel.verify.random_batch import takes_labels

@@ -22,7 +22,7 @@ from booster.failure.desync import DesyncDetector, _may_be_reported
 from booster.failure.diagnosis import diagnose_standstill
 from booster.failure.operation_log import CollectiveCounts, Operations, outstanding_on_device, recorded_operations
 from booster.failure.stack_probe import MainThreadProbe, Wait, wait_of
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
+from plugins.hybrid_parallel.shard_report import fake_rank
 
 NAMES = ("all_reduce", "_all_gather_base", "all_reduce")
 

@@ -218,7 +218,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_UNEQUAL}[mean_square-7-1]",),
     ),
     "gradient of routers by the choices of one stage": Edit(
-        "plugins.hybrid_parallel.loss.router_balance",
+        "plugins.hybrid_parallel.loss.step_loss",
         "self._total.derivatives * self.weight",
         "part.derivatives * self.weight",
         ("zoo_tests/shardformer/loss/test_routers.py::test_it_is_that_of_plain_training[4-options9]",),

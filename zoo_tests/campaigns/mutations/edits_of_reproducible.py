@@ -8,7 +8,7 @@ _SAME = "zoo_tests/parity/test_reproducible.py::test_a_layout_leaves_the_bits_of
 
 EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
     "dropout by the position in a replica's own samples": Edit(
-        "plugins.hybrid_parallel.reproducible.units",
+        "plugins.hybrid_parallel.reproducible.feature",
         "self.stream.begin_pass(step, sum(units[:rank]), sum(units))",
         "self.stream.begin_pass(step, 0, sum(units))",
         (f"{_SAME}[llama-bf16-dp2, zero 2, ordinary loop]",),
@@ -26,7 +26,7 @@ EDITS_OF_REPRODUCIBLE: dict[str, Edit] = {
         (f"{_SAME}[llama-bf16-dp2, zero 3, accumulation 2]",),
     ),
     "a recomputed layer draws other numbers than its forward pass": Edit(
-        "plugins.hybrid_parallel.reproducible.units",
+        "plugins.hybrid_parallel.reproducible.feature",
         "if key in self._seeds:",
         "if not in_backward():",
         (f"{_SAME}[llama-bf16-dp2, gradient_checkpointing=full, first half as pp2]",),

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plugins.hybrid_parallel.checkpoint.gather import Gather
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
+from plugins.hybrid_parallel.checkpoint.global_tensor import Gather
+from plugins.hybrid_parallel.shard_report import fake_rank
 from shardformer.shard_spec import Part, ShardSpec, annotate
 
 

@@ -1,7 +1,7 @@
 """Saves and loads under ZeRO stage 3: the same files as those of stage 1, and no rank gathers parameters for them.
 
 What breaks here first: a slice that goes to another writer, or one that a rank takes from another place of a tensor.
-Look in `checkpoint/gather.py`, and `ShardedParameters.slice_on`.
+Look in `checkpoint/global_tensor.py`, and `ShardedParameters.slice_on`.
 """
 
 from __future__ import annotations

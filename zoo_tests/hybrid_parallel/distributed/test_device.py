@@ -13,7 +13,7 @@ import torch.distributed as dist
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed import mesh
 from plugins.hybrid_parallel.distributed.mesh import check_own_device, claim_device
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
+from plugins.hybrid_parallel.shard_report import fake_rank
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
 from plugins.hybrid_parallel.planner import calibrate
 from plugins.hybrid_parallel.planner.calibrate import Case, MeasuredParts
 from plugins.hybrid_parallel.planner.device import Link
 from plugins.hybrid_parallel.planner.proxy_model import build_proxy_model
+from plugins.hybrid_parallel.shard_report import fake_rank
 
 _META = torch.device("meta")  # stands for a GPU
 _SMALL = LlamaConfig(

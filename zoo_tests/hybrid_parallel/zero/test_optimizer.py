@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.inspect.shard_report import fake_rank
+from plugins.hybrid_parallel.shard_report import fake_rank
 from plugins.hybrid_parallel.zero.reducer import global_norm
 from plugins.hybrid_parallel.zero.state_dict import place_states
 from zoo_tests.harness.optimizers import ClippedSGD, DerivedAdam, Lamb, Lion, TrustAdamW

@@ -15,7 +15,7 @@ from booster import Booster
 from booster.errors import ConfigurationError, SynchronyError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.checkpoint.global_tensor import local_tensors
-from plugins.hybrid_parallel.inspect.shard_report import shard_report, to_text
+from plugins.hybrid_parallel.shard_report import shard_report, to_text
 from plugins.hybrid_parallel.zero.whole_parameters import assemble
 from shardformer import record_module_init, spec_of
 from shardformer.lazy import materialize

@@ -1,7 +1,7 @@
 """The load-balancing loss of routers is part of the loss where it is asked for, and never dropped in silence.
 
 It is no mean of those of parts: it is that of the whole batch, or refused. Look in `shardformer/loss/terms.py`, and
-for stages and micro-batches in `plugins/hybrid_parallel/loss/router_balance.py`.
+for stages and micro-batches in `plugins/hybrid_parallel/loss/step_loss.py`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,13 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.plugin import TrainingObjects
 from plugins.hybrid_parallel.compat.deepspeed_3d.config import DeepSpeed3DParallelConfig
-from plugins.hybrid_parallel.compat.deepspeed_3d.logits import LogitHelper, helper_as_patch, reading_cut_logits
-from plugins.hybrid_parallel.compat.deepspeed_3d.patches import ForwardPatches, find_patched
+from plugins.hybrid_parallel.compat.deepspeed_3d.patches import (
+    ForwardPatches,
+    LogitHelper,
+    find_patched,
+    helper_as_patch,
+    reading_cut_logits,
+)
 from plugins.hybrid_parallel.plugin import HybridParallelPlugin
 from shardformer.distributed.atorch import ParallelGroups
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins import hybrid_parallel
-from plugins.hybrid_parallel.compat.deepspeed_3d.ds_config import (
+from plugins.hybrid_parallel.compat.deepspeed_3d.config import (
     Bf16,
     DeepSpeedConfig,
     Fp16,

@@ -20,7 +20,7 @@ import booster
 from booster import launch_from_torch
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import DeepSpeed3DParallelConfig, auto_accelerate
-from plugins.hybrid_parallel.compat.atorch.auto_accelerate import plugin_of
+from plugins.hybrid_parallel.compat.auto_accelerate import plugin_of
 from zoo_tests.harness.ranks import run_on_ranks
 
 _STEPS, _ROWS, _LENGTH, _VOCAB = 3, 8, 12, 97

@@ -1,7 +1,7 @@
 """What `booster inspect` says that ranks hold is what ranks hold.
 
 What breaks here first: something in the sharder that asks for values, or for a device. Look in
-`plugins/hybrid_parallel/inspect/shard_report.py`.
+`plugins/hybrid_parallel/shard_report.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from plugins.hybrid_parallel import HybridParallelConfig
-from plugins.hybrid_parallel.inspect.shard_report import page, shard_report, to_text
+from plugins.hybrid_parallel.shard_report import page, shard_report, to_text
 from zoo_tests.booster.cli.test_commands import outcome
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import run_on_ranks

@@ -1,1 +1,0 @@
-"""Reports: the parameters that each rank holds, and the timeline of a pipeline."""

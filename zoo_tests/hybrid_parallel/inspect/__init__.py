@@ -1,1 +1,0 @@
-"""Tests of `plugins/hybrid_parallel/inspect`."""
