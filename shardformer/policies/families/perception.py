@@ -206,7 +206,8 @@ PLANS = {
         every=(),
     ),
     "siglip": _CLIP,
-    "siglip2": _CLIP,
+    # A pass of the whole model reads the sizes of images on stages that do not run its image tower.
+    "siglip2": replace(_CLIP, pipelined=lambda model: type(model).__name__ != "Siglip2Model"),
     "timesformer": Plan(
         {
             "intermediate.dense": "colwise",

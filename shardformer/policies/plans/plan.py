@@ -71,8 +71,8 @@ class Plan:
         layer_outputs: length of the tuple that a layer returns, if its source does not determine it.
         execution: class of the model, or "*" for all others -> the order in which its parts run. It precedes all other
             fields about stages.
-        pipelined: whether the family can be split into stages, or a function that computes it from the model. A family
-            that cannot has the `execution` of its derived plan, if there is one.
+        pipelined: whether the family can be split into stages, or a function that computes it from the model. Classes
+            that the derived plan of the family names have the `execution` there.
         cut_vocabulary: whether the embedding and the head are sharded over the vocabulary, or a function that computes
             it from the model.
         whole_logits: whether the head's logits are gathered immediately, because the model processes them.
@@ -151,13 +151,12 @@ class Plan:
         """Return the stage layout of the model; None if it cannot be split."""
         names = (*(each.__name__ for each in type(model).__mro__), "*")
         orders = self.execution
-        is_pipelined = _of(model, self.pipelined)
-        if not orders and not is_pipelined and (derived := proposed_plan_of(type(model))) is not None:
+        if not orders and (derived := proposed_plan_of(type(model))) is not None:
             orders = derived.execution
         execution = next((orders[name] for name in names if name in orders), None)
         if execution is not None:
             return execution.layout(model)
-        if not is_pipelined:
+        if not _of(model, self.pipelined):
             return None
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         ends = _of(model, self.towers)

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate.state import PartialState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     BeitConfig,
     BeitForImageClassification,
-    CLIPConfig,
-    CLIPModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -221,10 +220,31 @@ def test_a_copy_has_at_least_the_parts_of_the_model() -> None:
     assert line.endswith("not checked: its parameters are not those that its class makes of its configuration")
 
 
-@pytest.mark.parametrize("layout", [TP, pytest.param(PP, marks=pytest.mark.slow)])
-def test_pairs_of_texts_and_images_are_trained_by_their_own_loss(layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "world_size", "name"),
+    [
+        (TP, 2, "CLIPModel"),
+        (TP | PP, 4, "SiglipModel"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                (PP, 2, "CLIPModel"),
+                (PP, 4, "MetaClip2Model"),  # two replicas
+                (TP | PP, 4, "ChineseCLIPModel"),
+                (TP | PP, 4, "AltCLIPModel"),
+                (TP | PP, 4, "OwlViTModel"),
+                ({"pp_size": 4}, 4, "Owlv2Model"),
+            ]
+        ),
+    ],
+)
+def test_pairs_of_texts_and_images_are_trained_by_their_own_loss(
+    layout: dict[str, Any], world_size: int, name: str
+) -> None:
+    model_class = getattr(transformers, name)
     with torch.device("meta"):
-        assert check_layout(CheckedModel(CLIPModel(CLIPConfig())), layout, 2).proved
+        report = check_layout(CheckedModel(model_class(model_class.config_class())), layout, world_size)
+    assert report.proved and not report.findings + report.not_checked, report
 
 
 @pytest.mark.slow
