@@ -439,7 +439,9 @@ PLANS = {
         kept_outputs={"initial_char_encoder": 1},  # characters are read again after the layers
         changes_shapes=True,
     ),
-    "convbert": _FEED_FORWARD,
+    "convbert": replace(
+        _FEED_FORWARD, keeps_whole=lambda part: type(getattr(part, "dense", None)).__name__ == "GroupedLinearLayer"
+    ),
     # Query, key and value of a head are contiguous.
     "deberta": Plan(
         {**BERT, "self.in_proj": "colwise", "self.pos_proj": "colwise", "self.pos_q_proj": "colwise"}
