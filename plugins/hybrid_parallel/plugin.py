@@ -127,8 +127,7 @@ class HybridParallelPlugin(Plugin):
     @cached_property
     def grid(self) -> HybridMesh:
         """The grid of ranks, with its process groups."""
-        if not dist.is_initialized():
-            raise ConfigurationError("no process group is initialised; call launch_from_torch() first")
+        _check_joined()
         parallel = self.config.parallel
         shape = parallel.mesh_shape(dist.get_world_size())
         self.config.zero.num_shards(shape[1] * shape[2])
@@ -197,6 +196,7 @@ class HybridParallelPlugin(Plugin):
 
     def configure(self, objects: TrainingObjects) -> TrainingObjects:
         """Shard the model, re-point the optimizers at its shards and shard the data loaders."""
+        _check_joined()
         for dataloader in objects.dataloaders:
             check_batch_size(dataloader, self.config.pipeline.least_batch_size)
         # Before the model: building it may draw random numbers, and errors in a loader are reported early.
@@ -374,3 +374,8 @@ def _memory_of(text: str) -> str | None:
         raise ConfigurationError(f"the layout '{text}' has '{further}' where memory=24GiB, say, is due")
     bytes_of(memory)
     return memory
+
+
+def _check_joined() -> None:
+    if not dist.is_initialized():
+        raise ConfigurationError("no process group is initialised; call launch_from_torch() first")

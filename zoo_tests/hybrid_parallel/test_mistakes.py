@@ -194,6 +194,12 @@ def test_mistakes_are_answered_by_the_fix() -> None:
     assert not wrong, "\n".join([f"{len(wrong)} of {2 * len(MISTAKES)} answers", *wrong])
 
 
+def test_a_job_that_was_not_joined_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    with pytest.raises(ConfigurationError, match=r"call launch_from_torch\(\) first"):
+        Booster(HybridParallelPlugin()).boost(RECIPE.model())
+
+
 def _good_lines() -> None:
     """Lines that look like the mistakes above, and are right."""
     booster = Booster(HybridParallelPlugin())
