@@ -37,7 +37,7 @@ _COLUMNS = [
 ]
 _NOTE = (
     f"A Llama of {_LAYERS} layers (Mixtral for ep2), bf16 with fp32 weights, {_MICROBATCHES} micro-batches with a "
-    "mask: one whole step with AdamW (foreach) and `zero_grad`, traced on fake CUDA tensors, not on a GPU. "
+    "mask: one whole step with AdamW (ours fused, others foreach) and `zero_grad`, traced on fake CUDA tensors. "
     "Kernels are operators that run on the device; a foreach operator counts as one, and so does a fused kernel. "
     "Collectives count messages between stages too; the bytes are those of the larger of input and result. Our "
     "code waits for the device once a step, to decide whether gradients are finite; with experts also once in "

@@ -108,8 +108,9 @@ def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> Backward:
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "reshard_after_forward": False,
     }
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
+    for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        for layer in layers:
+            fully_shard(layer, **options)
     wrapped = fully_shard(model, **options)
 
     def backward(batch: Batch, is_last: bool) -> None:

@@ -103,7 +103,7 @@ def _boost(
     model: nn.Module, config: HybridParallelConfig, grid: meshes.HybridMesh, mode: FakeTensorMode
 ) -> tuple[HybridParallelModel, HybridParallelOptimizer]:
     """Do what `boost` does with a model on the meta device; the shards get memory on the fake device."""
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)  # torch's choice on a GPU
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
     names, groups = names_of_parameters(model), [list(model.parameters())]
     origin = WholeModel.of(model)
     shared = shard_model(model, config, grid)

@@ -125,18 +125,19 @@ def test_a_step_does_not_wait_for_the_device(tracer: subprocess.Popen[str], fami
 
 
 @pytest.mark.slow
-def test_a_step_launches_fewer_kernels_than_that_of_fsdp2(tracer: subprocess.Popen[str]) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_a_step_launches_fewer_kernels_than_that_of_fsdp2(tracer: subprocess.Popen[str], family: str) -> None:
     """A step of ours computes a norm, too. What breaks first: a kernel for each parameter."""
     options = {"precision": "bf16", "num_microbatches": _MICROBATCHES, "dp_size": 2}
     found = []
     for system in ("ours", "FSDP2"):
-        config = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
-        asked = {"family": "llama", "system": system, "options": options, "world_size": 2, "config": config}
+        asked = {"family": family, "system": system, "options": options, "world_size": 2}
         print(json.dumps(asked), file=tracer.stdin, flush=True)
         found.append(json.loads(tracer.stdout.readline())["kernels"])
     ours, theirs = (sum(kernels.values()) for kernels in found)
     assert ours < theirs
     assert found[0]["add_"] < 6, "gradients of later micro-batches are added together"
+    assert found[0]["_fused_adamw_"] == 1
 
 
 @pytest.mark.parametrize(

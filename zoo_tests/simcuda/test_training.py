@@ -64,18 +64,15 @@ class Training:
     Args:
         family: "bert", "llama" or "mixtral".
         rows: samples of the global batch.
-        fused: whether the optimizer is.
         frozen: prefixes of names of parameters that are not trained.
         options: of the plugin.
     """
 
-    def __init__(
-        self, family: str, rows: int = ROWS, fused: bool = False, frozen: tuple[str, ...] = (), **options: Any
-    ) -> None:
+    def __init__(self, family: str, rows: int = ROWS, frozen: tuple[str, ...] = (), **options: Any) -> None:
         self.family, self.rows, model = family, rows, build(family)
         for name, param in model.named_parameters():
             param.requires_grad_(not name.startswith(frozen))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.plugin = HybridParallelPlugin(seed=1, max_norm=1.0, **options)
         self.booster = Booster(plugin=self.plugin)
         self.model, self.optimizer = self.booster.boost(model, optimizer)[:2]

@@ -99,8 +99,6 @@ class OffloadedStates(Storage):
         """
         place = self._config.offload.offload_optimizer
         directory, on_gpu = directory_of(place), self._mesh.device.type == "cuda"
-        if place is not None and on_gpu:
-            _prepare_for_host(optim)
         if directory is None:
             return HostMemory() if place is not None and on_gpu else StateMemory()
         size = 0
@@ -137,10 +135,3 @@ class OffloadedStates(Storage):
             return file
 
         return FileMemory(raise_on_all_ranks(open_file))
-
-
-def _prepare_for_host(optim: torch.optim.Optimizer) -> None:
-    """Have an optimizer of a GPU step on the host: Adam by torch's fused kernel, if the user has chosen none."""
-    for group in optim.param_groups if type(optim) in (torch.optim.Adam, torch.optim.AdamW) else ():
-        if group["fused"] is None and group["foreach"] is None and not group["capturable"]:
-            group["fused"] = True

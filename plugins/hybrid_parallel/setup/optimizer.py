@@ -78,23 +78,23 @@ def build_optimizer(
     model = built.model
     parameters = dict(model.unwrap().named_parameters(remove_duplicate=False))
     order = _held(groups, names, parameters)
-    pairs = [pair for local, whole in zip(order, groups, strict=True) for pair in zip(local, whole, strict=True)]
-    old = {param: whole for param, whole in pairs if param is not None}
+    old = {param: whole for param, whole in zip(chain(*order), chain(*groups), strict=True) if param is not None}
     granularity = granularity_of(optim)
+    _choose_fused(optim, mesh.device)
     trained = _by_requires_grad(order, trains=True)
     memory = built.parts.storage.of_states(optim, members := list(chain(*trained)))
     options = _bucket_options(granularity, config, built.parts, memory, members)
     states = take_states(optim, old)
     if config.zero.zero_stage == 3 and not model.optimizers:
         model.shard_parameters()
-    make_buckets = partial(build_buckets, options=options, tied=model.tied, bucket_type=built.parts.bucket)
-    buckets = make_buckets(trained, initial=built.initial, gathers=model.gathers)
-    first_names = {param: name for name, param in reversed(list(parameters.items()))}
+    kind = {"options": options, "tied": model.tied, "bucket_type": built.parts.bucket, "gathers": model.gathers}
+    buckets = build_buckets(trained, initial=built.initial, **kind)
+    first_names = {param: name for name, param in reversed(parameters.items())}
     wholes = _whole_parameters(granularity, config, mesh, options, model.tied, first_names)
     owned = wholes.add(buckets)
     wholes.take_states(states)
     place_states(optim, states, [*buckets, *owned])
-    build_more = partial(make_buckets, initial={}, gathers=model.gathers)
+    build_more = partial(build_buckets, initial={}, **kind)
     frozen = FrozenParameters(_by_requires_grad(order, trains=False), build_more, states, model.gathers)
     hooks = {param: take_hooks(whole) for param, whole in old.items()}  # before the reducer registers its own hooks
     gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
@@ -117,6 +117,15 @@ def build_optimizer(
     )
     model.attach_optimizer(wrapped)
     return wrapped
+
+
+def _choose_fused(optim: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let Adam step by torch's fused kernel, on a GPU or the host of one, if the user has chosen none."""
+    if device.type != "cuda" or type(optim) not in (torch.optim.Adam, torch.optim.AdamW):
+        return
+    for group in optim.param_groups:
+        if group["fused"] is None and group["foreach"] is None and not (group["capturable"] or group["differentiable"]):
+            group["fused"] = True
 
 
 def _held(
