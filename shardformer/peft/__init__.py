@@ -15,6 +15,7 @@ from shardformer.peft.kinds import (
     prompt_config,
     prompts_followed,
     prompts_on_stages,
+    virtual_tokens,
 )
 from shardformer.peft.layer_checks import check_adapters
 from shardformer.peft.shard import adapters_detached, keep_whole
@@ -30,4 +31,5 @@ __all__ = [
     "model_inside",
     "prompt_config",
     "prompts_on_stages",
+    "virtual_tokens",
 ]

@@ -223,6 +223,12 @@ def prompt_config(model: nn.Module) -> Any:
     return config if config is not None and config.is_prompt_learning else None
 
 
+def virtual_tokens(model: nn.Module) -> int:
+    """Return how many tokens the active adapter puts in front of each sequence; 0 while it is disabled."""
+    config = prompt_config(model)
+    return 0 if config is None or model._adapters_disabled else config.num_virtual_tokens
+
+
 def behind_prompts(model: nn.Module, head_loss: HeadLoss | None) -> HeadLoss | None:
     """Adapt a head's loss to outputs that start with those of virtual tokens, which have no labels.
 

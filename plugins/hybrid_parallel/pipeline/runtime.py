@@ -21,6 +21,7 @@ from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, S
 from plugins.hybrid_parallel.pipeline.timeline import Turn, order_messages, split_at_backward
 from shardformer.layers.replicated_linear import defer_weight_grads
 from shardformer.matmul.kernel import DeferredWeightGrads, WeightGradStore, autocast_dtype, run_deferred
+from shardformer.peft import virtual_tokens
 from shardformer.stages.placeholders import StageMessage
 from shardformer.stages.stage import run_stage
 
@@ -147,7 +148,12 @@ class PassState:
         self.runtime, self.microbatches, self.loss_function = runtime, microbatches, loss_function
         self.stage_loss = stage_loss
         # Keys that both sides of a message know; they also tell whether gradients come back, and in which precision.
-        state = torch.is_grad_enabled(), autocast_dtype(runtime.mesh.device), runtime.dtype
+        state = (
+            torch.is_grad_enabled(),
+            autocast_dtype(runtime.mesh.device),
+            runtime.dtype,
+            virtual_tokens(runtime.module),
+        )
         self.keys = [(signature(microbatch), *state) for microbatch in microbatches]
         # Which parameters are trained up to the entry and the exit of a stage, as a number: freezing between two steps
         # changes whether gradients come back, which the neighbour cannot see.

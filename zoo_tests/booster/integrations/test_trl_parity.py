@@ -92,7 +92,7 @@ SAMPLE = {
     "dpo synced, stage 3": "dp2",
     "sft prompts": "pp2",
     "dpo prompts": "tp2",
-    "kto prompts": "dp2",
+    "kto prompts": "pp2",  # whose reference has no virtual tokens, also without gradients
     "orpo": "pp2",
     "cpo": "tp2",
     "tpo": "tp2",

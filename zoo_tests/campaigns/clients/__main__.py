@@ -32,8 +32,8 @@ from zoo_tests.scripts.outcome import CRASHES, DIFFERS, EXACT, HANGS, REFUSED, O
 
 _LIMIT_S, _TIMED_OUT = 400, 124
 _BATCH = 4
-_LOGGED = re.compile(r"\{'[a-z].*\}|epoch \d+: .*|.*(?:perplexity|accuracy): .*", re.IGNORECASE)
-_NUMBER = re.compile(r"'?(\w+)'?: '?(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b")
+_LOGGED = re.compile(r"\{'[a-z].*\}|epoch \d+: .*|.*(?:perplexity|accuracy): .*|.*(?:val |test_)loss .*", re.IGNORECASE)
+_NUMBER = re.compile(r"'?(\w+)'?(?:: '?|(?<=loss)[ │]+)(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b")
 _TIMES = re.compile(r"token_id|runtime|per_second|samples|total_flos|memory|epoch|num_input_tokens|_time|^time|lr$")
 _TOLERANCE = 2e-4  # of four digits that are printed, in fp32
 # A softmax over positions, or over choices, does not see them: their gradient is rounding, which Adam makes a step of.

@@ -41,7 +41,7 @@ _MASKED = "--dataset_name imagefolder --train_dir images/train/** --image_column
 _PATCHES = "--mask_patch_size 8"
 _SOUNDS = "--dataset_name sounds --audio_column_name audio --eval_split_name validation"
 _BOXES, _INSTANCES = "--dataset_name boxes --image_square_size 16 --ignore_mismatched_sizes", "--dataset_name masks"
-_INSTANCES += " --image_height 64 --image_width 64"
+_INSTANCES += " --image_height 64 --image_width 64 --adam_epsilon 1e-4"
 # Scripts of transformers, without `run_`: kind of model, kind of rows, arguments, of the loops without a Trainer too.
 _EXAMPLES = {
     "clm": ("causal", "texts", _BLOCKS, ""),
@@ -96,8 +96,8 @@ _EXAMPLES = {
         "--dataset_name segments",
     ),
 }
-# Whose samples draw random numbers, so that they depend on how many processes load them.
-_DRAWN = ("mlm", "plm", "image_classification", "mae", "mim", "grpo", "rloo")
+# Whose samples, or dropout, draw random numbers, so that they depend on how many processes there are.
+_DRAWN = ("mlm", "plm", "image_classification", "mae", "mim", "grpo", "rloo", "transformer", "train")
 # accelerate reads a batch ahead, which draws for it before an evaluation: these end with an epoch.
 _STEPS, _WHOLE_EPOCHS = re.compile(r"--max(_train)?_steps 5"), "--num_train_epochs 2"
 

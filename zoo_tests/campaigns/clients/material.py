@@ -182,7 +182,7 @@ def _write_rows(folder: Path) -> None:
     _write_hub(folder / "nyu-mll" / "glue", "mrpc", lambda: kinds["classes"]() | {"idx": draw.randrange(99)})
     _write_hub(folder / "xnli", "en", lambda: {"premise": text(), "hypothesis": text(), "label": 1})
     (folder / "data").mkdir()
-    (folder / "data" / "wikitext-2.txt").write_text("\n".join(text() for _ in range(490)))  # of Lightning's examples
+    (folder / "data" / "wikitext-2.txt").write_text("\n".join(text() for _ in range(14_500)))  # of Lightning's examples
 
 
 def _write_images(folder: Path, text: Callable[[], str]) -> None:
