@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from booster import failure
 from booster.errors import ConfigurationError, checks_arguments
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
-from plugins.hybrid_parallel.config.json_layout import is_planned, options_at
-from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.config.options import HybridParallelConfig, is_planned, options_at
 from plugins.hybrid_parallel.data.checks import check_batch_size
 from plugins.hybrid_parallel.data.loading import Loading
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch

@@ -239,10 +239,10 @@ class RowLinear(torch.autograd.Function):
 def _weight_gradients(
     ctx: Any, flat_grads: Sequence[Tensor], flat_x: Tensor, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    return [
-        weight_gradient(weight, grad, flat_x, ctx.backend, ctx.store) if need else None
-        for weight, grad, need in zip(ctx.weights, flat_grads, needs, strict=True)
-    ]
+    found = []
+    for weight, grad, need in zip(ctx.weights, flat_grads, needs, strict=True):
+        found.append(weight_gradient(weight, grad, flat_x, ctx.backend, ctx.store) if need else None)
+    return found
 
 
 class Blocked(Native):

@@ -20,7 +20,7 @@ from booster.cli.run import main
 from booster.failure.diagnosis import LAYOUT_VARIABLE, Failure
 from booster.takeover import VARIABLE, Takeover, install
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.config.json_layout import options_of_text
+from plugins.hybrid_parallel.config.options import options_of_text
 from zoo_tests.harness.environment import REPOSITORY, environment_of_a_job
 from zoo_tests.harness.ranks import under_load
 

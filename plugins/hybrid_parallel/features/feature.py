@@ -161,6 +161,6 @@ def checkpoints_of_job(mesh: HybridMesh, plans: Any) -> CheckpointIO:
 
     if plans is None:
         return HybridParallelCheckpointIO(mesh)
-    from plugins.hybrid_parallel.elastic.snapshots import ElasticCheckpointIO
+    from plugins.hybrid_parallel.elastic.layouts import ElasticCheckpointIO
 
     return ElasticCheckpointIO(mesh, plans)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas
-from plugins.hybrid_parallel.loss.replica_losses import nodes_of
+from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas, nodes_of
 from shardformer.layers.parallel_module import hook_gradient
 from shardformer.loss.terms import IGNORE_INDEX
 from shardformer.shard_spec import grad_group_of

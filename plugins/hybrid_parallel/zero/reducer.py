@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from plugins.hybrid_parallel.loss.arithmetic import LossScale, norm_of, scaled, unscaled
-from plugins.hybrid_parallel.loss.replica_losses import Counts
+from plugins.hybrid_parallel.loss.arithmetic import Counts, LossScale, norm_of, scaled, unscaled
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.zero.bucket import Bucket, resident
 from plugins.hybrid_parallel.zero.bucket_parameter import clear_native_grad, native_grad

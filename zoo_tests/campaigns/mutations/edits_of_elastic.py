@@ -9,7 +9,7 @@ _LAYOUTS = "zoo_tests/hybrid_parallel/elastic/test_layouts.py"
 
 EDITS_OF_ELASTIC: dict[str, Edit] = {
     "copies of pieces stay on their machine": Edit(
-        "plugins.hybrid_parallel.elastic.snapshots",
+        "plugins.hybrid_parallel.elastic.layouts",
         "there = rows[(index + 1) % len(rows)]",
         "there = rows[index]",
         (f"{_SNAPSHOT}::test_the_bits_of_a_save_and_a_load_after_the_loss_of_a_machine[fp32]",),

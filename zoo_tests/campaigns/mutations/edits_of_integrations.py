@@ -86,7 +86,7 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
     ),
     # Lightning
     "shares of Lightning not weighed": Edit(
-        "plugins.hybrid_parallel.loss.replica_losses",
+        "plugins.hybrid_parallel.loss.arithmetic",
         "return ctx.losses.weigh(grad, ctx.weight), None, None",
         "return grad, None, None",
         (f"{_FITS}[own-loss-dp2]", f"{_FABRIC}::test_what_a_script_uses_around_its_loop[dp2]"),

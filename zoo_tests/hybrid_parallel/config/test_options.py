@@ -18,8 +18,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.config import option_group
 from plugins.hybrid_parallel.config.groups import ZeroOptions
-from plugins.hybrid_parallel.config.json_layout import options_of_text
-from plugins.hybrid_parallel.config.options import OPTIONS
+from plugins.hybrid_parallel.config.options import OPTIONS, options_of_text
 from shardformer import TPInfo
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -1,7 +1,7 @@
 """Contrastive losses compare the samples of the global batch, under replicas as in one process.
 
 What breaks here first: a release of transformers whose models compute their features in other modules. Look in
-`plugins/hybrid_parallel/loss/contrastive.py`.
+`plugins/hybrid_parallel/loss/choice.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.data.microbatch import without_rows
-from plugins.hybrid_parallel.loss import contrastive
+from plugins.hybrid_parallel.loss import choice as contrastive
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 
 _EXACT = {"rtol": 1e-9, "atol": 1e-11}
