@@ -17,7 +17,7 @@ _PAIRED = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")  # with one replica alone
 _TRAINERS = (
     *("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "GMPOTrainer"),
     *("GKDTrainer", *_PAIRED, "OnlineDPOTrainer", "SDPOTrainer", "SDFTTrainer", "A2POTrainer", "IWOPDTrainer"),
-    "GOLDTrainer",
+    *("GOLDTrainer", "DistillationTrainer"),
 )
 _OF_TOKENS = ("bnpo", "dapo")  # losses of SDPO that are means over the tokens of a replica
 SERVED = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,7 +34,11 @@ from booster.integrations.trl_server import served_generation
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 
+_DISTILLING = "DistillationTrainer"
 _ENDED = "val/contain_eos_token"  # the metric of OnlineDPO that TRL does not gather
+# Entries of a generated batch that are no arguments of a model.
+_GENERATED = {f"{part}_{end}" for part in ("prompt", "completion") for end in ("ids", "mask")}
+_GENERATED |= {"tool_mask", "num_items_in_batch", "num_images"}
 _COUNTED = {"input_ids": "ids", "attention_mask": "mask"}  # entries of a batch -> ends of TRL's names
 
 
@@ -83,8 +88,15 @@ class BoostedTRLTrainer:
         with self._of_replicas(**served):
             super().__init__(*args, plugin=plugin, **kwargs)
         self.accelerator.draws_as_plain = hasattr(self, "generation_config")
+        if hasattr(self, "_forward_redirection"):  # the boosted model is called itself
+            self._forward_redirection = lambda wrapper, model, method, inner, *args: method(wrapper, *args)
         check_options_of_model(self)
         self._watch_programs_outside()
+
+    @property
+    def _name(self) -> str:
+        """TRL's nearest class."""
+        return _names_in_trl(type(self))[0]
 
     # ----- rewards and tools -----
 
@@ -143,12 +155,42 @@ class BoostedTRLTrainer:
                 callback.meter.count({name: torch.cat(tensors, 1) for name, tensors in parts.items()})
         return made
 
+    # ----- distillation -----
+
+    def _compute_loss(self, student: nn.Module, inputs: Any, *rest: Any, **options: Any) -> Any:
+        """Compute the divergence of DistillationTrainer from logits: of the weight of a head, a rank has a part.
+
+        Returns:
+            The loss, and the sum of the student's entropies and the number of tokens that count.
+        """
+        if self._name != _DISTILLING:
+            return super()._compute_loss(student, inputs, *rest, **options)
+        mask, (items,) = inputs["completion_mask"] * inputs.get("tool_mask", 1), rest
+        batch = {
+            "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
+            "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+            "use_cache": False,
+            **{name: each for name, each in inputs.items() if name not in _GENERATED},
+        }
+        self.teacher_model.eval()
+        with torch.no_grad():
+            theirs = self.teacher_model(**batch).logits
+        scores = [
+            (logits[:, -mask.shape[1] - 1 : -1][mask != 0].float() / self.temperature).log_softmax(-1)
+            for logits in (student(**batch).logits, theirs)
+        ]  # [tokens that count, vocabulary] each
+        divergence, entropy = _divergence(*scores, self.beta), -(scores[0].exp() * scores[0]).sum().detach()
+        count, progress = (mask != 0).sum(), self.accelerator.loss_in_progress
+        if progress is not None and items is not None:  # TRL's number of items is that of all replicas
+            progress.is_weighted = True
+        return divergence / (count.clamp(min=1) if items is None else items), entropy, count
+
     # ----- means of a process are those of all replicas -----
 
     def _weighted(self, loss: Tensor, rows: int | None, inputs: Any = None) -> Tensor:
         """Weight a mean by this replica's share of the samples, or, in GRPO's loss "bnpo", of the tokens."""
         counts_tokens = getattr(self.args, "loss_type", None) == "bnpo" and not hasattr(self, "teacher_model")
-        if counts_tokens and inputs is not None:
+        if (counts_tokens or self._name == _DISTILLING) and inputs is not None:
             rows = _tokens_of(inputs)
         return super()._weighted(loss, rows, inputs)
 
@@ -158,7 +200,7 @@ class BoostedTRLTrainer:
             return super().compute_loss(model, inputs, *args, **kwargs)
         with self._bonus_of_replicas(inputs):
             result = super().compute_loss(model, inputs, *args, **kwargs)
-        if (name := _names_in_trl(type(self))[0]) in _NOTED:
+        if (name := self._name) in _NOTED:
             self._share_metrics(self._metrics["train" if self.model.training else "eval"], _NOTED[name](inputs))
         return result
 
@@ -215,7 +257,7 @@ class BoostedTRLTrainer:
         if self.plugin.dp_size == 1:
             return
         counts = self.accelerator.replicas.gather(torch.tensor(rows, device=self.args.device)).tolist()
-        compares = _names_in_trl(type(self))[0] in (*SERVED, "SDPOTrainer")
+        compares = self._name in (*SERVED, "SDPOTrainer")
         if min(counts) == 0 or (compares and len(set(counts)) > 1):
             raise _unlike_shares(self, counts)
 
@@ -223,7 +265,7 @@ class BoostedTRLTrainer:
 
     @property
     def _is_online_dpo(self) -> bool:
-        return _names_in_trl(type(self))[0] == "OnlineDPOTrainer"
+        return self._name == "OnlineDPOTrainer"
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Train on a batch; a loss that the trainer computes here is that of all replicas, and so are its metrics."""
@@ -363,6 +405,21 @@ class BoostedTRLTrainer:
 
 class _OfReplicas(float):
     """A metric of the samples of all replicas."""
+
+
+def _divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return the sum over tokens of a generalized Jensen-Shannon divergence (arXiv 2306.13649).
+
+    Args:
+        student, teacher: log-probabilities, [tokens, vocabulary].
+        beta: share of the teacher in the mixture; 0 is the divergence of the student from the teacher, 1 the reverse.
+    """
+    if beta in (0.0, 1.0):
+        here, there = (teacher, student) if beta == 0.0 else (student, teacher)
+        return (here.exp() * (here - there)).sum()
+    mixed = torch.logaddexp(student + math.log(1 - beta), teacher + math.log(beta))
+    parts = ((each.exp() * (each - mixed)).sum() for each in (teacher, student))
+    return beta * next(parts) + (1 - beta) * next(parts)
 
 
 def _tokens_of(inputs: Any) -> int:

@@ -156,8 +156,8 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
 _INSTEAD = (
     "which generates, or takes means over processes, as no layout does; use SFTTrainer, DPOTrainer, RewardTrainer, "
     "KTOTrainer, GRPOTrainer, RLOOTrainer, GMPOTrainer, GKDTrainer, CPOTrainer, ORPOTrainer, TPOTrainer, "
-    "OnlineDPOTrainer, SDPOTrainer, SDFTTrainer, A2POTrainer, IWOPDTrainer or GOLDTrainer, or run {name} without "
-    "boosted()"
+    "OnlineDPOTrainer, SDPOTrainer, SDFTTrainer, A2POTrainer, IWOPDTrainer, GOLDTrainer or DistillationTrainer, or run "
+    "{name} without boosted()"
 )
 
 

@@ -48,6 +48,7 @@ _FURTHER = {
     "a2po": Job("a2po"),
     "iw_opd": Job("iw_opd", {"distillation_objective": "jsd"}, data="chats"),
     "gold": Job("gold", data="chats"),
+    "distillation": Job("distillation", {"beta": 0.4, "temperature": 0.8, "gradient_accumulation_steps": 2}),
 }
 for _name, _job in _FURTHER.items():
     _top = {"top_k": 1} if _name in ("a2po", "iw_opd", "gold") else _GREEDY  # they take no generation_kwargs
@@ -55,7 +56,7 @@ for _name, _job in _FURTHER.items():
     JOBS[f"{_name} lora"] = dataclasses.replace(_job, adapters=_LORA, trained_adapters=_name == "a2po")
 del JOBS["online_dpo greedy"]  # its two answers would be one, and Adam scale up a gradient that is rounding alone
 JOBS["iw_opd own"] = Job("iw_opd", {"distillation_objective": "iw_opd"}, data="chats")
-SAMPLE = {"grpo": "tp2pp2", "rloo": "pp2", "sdpo lora": "tp2"}
+SAMPLE = {"grpo": "tp2pp2", "rloo": "pp2", "sdpo lora": "tp2", "distillation": "tp2pp2"}
 _OF_REPLICAS = {
     "grpo": "dp2",
     "grpo without reference": "pp2dp2",
@@ -63,7 +64,7 @@ _OF_REPLICAS = {
     "grpo entropy": "dp2",
     "iw_opd own": "dp2",
     "online_dpo": "dp2",
-    **dict.fromkeys(("rloo", "gmpo", "gkd", "gold", "sdpo", "sdft", "a2po"), "dp2"),
+    **dict.fromkeys(("rloo", "gmpo", "gkd", "gold", "sdpo", "sdft", "a2po", "distillation"), "dp2"),
 }
 _ALIKE = tuple(_OF_REPLICAS)[6:]  # to those before
 # What TRL takes as a mean over the means of processes.
@@ -160,9 +161,9 @@ def _joined(one: list[list[int]], other: list[list[int]], answers: int) -> list[
 )
 def test_replicas_log_what_one_process_logs_of_their_completions(name: str, tmp_path: Path) -> None:
     job, layout = _steps(JOBS[name], 4), _OF_REPLICAS[name]
-    if "steps_per_generation" in job.arguments:  # each replica shuffles its own rows over the steps
-        single = {"steps_per_generation": 1, "gradient_accumulation_steps": 1}
-        job = dataclasses.replace(job, arguments=job.arguments | single)
+    # Over several steps, each replica would shuffle its own rows.
+    single = dict.fromkeys(job.arguments.keys() & {"steps_per_generation", "gradient_accumulation_steps"}, 1)
+    job = dataclasses.replace(job, arguments=job.arguments | single)
     trainer_of(job, str(tmp_path / "plain"), None)  # it writes the reference
     found = run_on_ranks(ranks_of(layout), record, job, str(tmp_path / layout), layout, timeout_s=300.0)
     shares = {replica: generations for replica, _, generations in found}

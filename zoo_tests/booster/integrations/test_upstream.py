@@ -156,7 +156,7 @@ def test_trl_has_what_we_override(trainer_class: str, name: str) -> None:
 
 
 def test_trl_generates_by_what_we_replace() -> None:
-    from trl import GRPOTrainer
+    from trl import DistillationTrainer, GRPOTrainer
     from trl.experimental.a2po import A2POTrainer
     from trl.experimental.iw_opd import IWOPDTrainer
     from trl.experimental.online_dpo import OnlineDPOTrainer
@@ -170,6 +170,8 @@ def test_trl_generates_by_what_we_replace() -> None:
     source = inspect.getsource(GRPOTrainer)
     assert "vllm_client.get_server_info()" in source and source.count("self._standalone_tools") == 2
     assert "self.rollout_func(prompts, self)" in source and "apply_coef = self.entropy_coef\n" in source
+    redirected = "model, unwrapped_student, self._compute_loss, unwrapped_student, inputs, num_items_in_batch\n"
+    assert redirected in inspect.getsource(DistillationTrainer.compute_loss)
     assert inspect.getsource(A2POTrainer).count("self._estimate_optimal_values()") == 2
     source = inspect.getsource(OnlineDPOTrainer)
     assert source.count("self.accelerator.backward(loss, **kwargs)") == 1

@@ -99,15 +99,16 @@ class Job:
 
 GENERATING = ("grpo", "rloo", "gmpo", "sdpo")
 _REWARDED = (*GENERATING, "online_dpo", "a2po")
-_TAUGHT = ("gkd", "iw_opd", "gold")
-_PROMPTED = (*_REWARDED, "sdft")
-_NAMES = {"reward": "Reward", "online_dpo": "OnlineDPO", "iw_opd": "IWOPD"}
+_TAUGHT = ("gkd", "iw_opd", "gold", "distillation")
+_PROMPTED = (*_REWARDED, "sdft", "distillation")
+_NAMES = {"reward": "Reward", "distillation": "Distillation", "online_dpo": "OnlineDPO", "iw_opd": "IWOPD"}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(GENERATING, {"num_generations": 4, "max_completion_length": 9}),
     "online_dpo": {"max_new_tokens": 9},
     "a2po": {"max_completion_length": 9, "num_value_samples": 3, "filter_all_incorrect": False},
     "sdft": {"num_generations": 2, "max_completion_length": 9},
     "iw_opd": {"max_completion_length": 9},
+    "distillation": {"max_completion_length": 9},
     "gold": {"max_completion_length": 9, "use_uld_loss": False},
 }
 
@@ -199,7 +200,9 @@ def rows_of(job: Job, count: int, seed: int = 0) -> list[dict[str, Any]]:
 def classes_of(kind: str) -> tuple[Any, Any]:
     """TRL's trainer and its configuration."""
     name = _NAMES.get(kind, kind.upper())
-    place = "trl" if kind in ("sft", "dpo", "reward", "kto", "grpo", "rloo") else f"trl.experimental.{kind}"
+    place = (
+        "trl" if kind in ("sft", "dpo", "reward", "kto", "grpo", "rloo", "distillation") else f"trl.experimental.{kind}"
+    )
     module = importlib.import_module(place)
     return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
 
