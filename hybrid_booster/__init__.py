@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +70,24 @@ class _LazyModule(ModuleType):
         return getattr(self, name)
 
 
+class _LoadedMeanwhile(MetaPathFinder, Loader):
+    """Finds a module that its lazy parent has imported while importlib asked for the parent's path: once is enough."""
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return a spec of the module that is there; None for another."""
+        found = sys.modules.get(name)
+        is_ours = isinstance(sys.modules.get(name.rpartition(".")[0]), _LazyModule)
+        return ModuleSpec(name, self, loader_state=found.__spec__) if is_ours and found and target is None else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module that is there."""
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave it as it is."""
+        module.__spec__ = module.__spec__.loader_state
+
+
 def _attach(module: ModuleType, dotted: str) -> None:
     """Set `plugins.hybrid_parallel` as an attribute of `plugins`, if `plugins` is a namespace package."""
     parent, _, name = dotted.rpartition(".")
@@ -78,6 +97,7 @@ def _attach(module: ModuleType, dotted: str) -> None:
             setattr(import_module(parent), name, module)
 
 
+sys.meta_path.insert(0, _LoadedMeanwhile())
 shardformer, booster = import_from_here("shardformer"), import_from_here("booster")
 # Only our part of `plugins`: it is a namespace package that other distributions share, or a foreign package.
 _plugin = import_from_here("plugins.hybrid_parallel")

@@ -82,12 +82,14 @@ def test_the_command_line_works_there(others: Path) -> None:
 
 
 def test_our_modules_run_when_they_are_used(tmp_path: Path) -> None:
-    """And not when `inspect` looks for the file of each module, as torch does while it is imported."""
+    """And once: not when `inspect` looks for the file of each, as torch does while it is imported."""
     text = """
 import inspect, sys
 import hybrid_booster
 inspect.getmodule(inspect.currentframe())
 assert "torch" not in sys.modules
+import booster.errors
+assert booster.ConfigurationError is booster.errors.ConfigurationError
 assert hybrid_booster.booster.Booster is hybrid_booster.Booster
 """
     done = _run(tmp_path, "-c", text)
