@@ -188,6 +188,7 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
         kinds = Counter(_kind(verdict) for verdict in verdicts.values())
         counts = " | ".join(str(kinds[kind]) for kind in ("exact", "refused", "not tried", "found"))
         rows.append(f"| {layout} | {len(verdicts)} | {counts} |")
+        verdicts = {name: re.sub(r"of \S*site-packages/", "of ", verdict) for name, verdict in verdicts.items()}
         told += [f"- {name}, {layout}: {verdict}" for name, verdict in verdicts.items() if verdict.startswith("found")]
     mutants = {name: each["mutant"] for name, each in found.items() if "mutant" in each}
     missed = [name for name, verdict in mutants.items() if not verdict.startswith("found")]
