@@ -152,7 +152,7 @@ class PassState:
             torch.is_grad_enabled(),
             autocast_dtype(runtime.mesh.device),
             runtime.dtype,
-            virtual_tokens(runtime.module),
+            virtual_tokens(runtime.module) if hasattr(runtime.module, "peft_config") else 0,
         )
         self.keys = [(signature(microbatch), *state) for microbatch in microbatches]
         # Which parameters are trained up to the entry and the exit of a stage, as a number: freezing between two steps
