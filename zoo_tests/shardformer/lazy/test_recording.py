@@ -1,7 +1,7 @@
 """What `record_module_init` remembers, and what doing it over gives.
 
 What breaks here first: an operation that the recorder takes for a view, or one that it takes to overwrite what it
-reads. Look in `shardformer/lazy/recording.py` and `init_log.py`.
+reads. Look in `shardformer/lazy/recording.py` and `materialize.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lightning's Trainer on boosted models: what it logs, and the weights, are those of one plain process.
 
-What fails here first is an order: of optimizer, boost and loader in `trainer_methods.py`, or of the hooks that weigh
-replicas in `shares.py`. Weights in fp64 show a difference that AdamW would hide in fp32.
+What fails here first is an order: of optimizer, boost and loader in `strategy.py`, or of the hooks that weigh
+replicas in `inner_model.py`. Weights in fp64 show a difference that AdamW would hide in fp32.
 """
 
 from __future__ import annotations
