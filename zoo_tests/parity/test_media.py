@@ -16,7 +16,7 @@ import torch
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.data.media import media_tokens
+from plugins.hybrid_parallel.data.media import is_media, media_tokens
 from plugins.hybrid_parallel.data.microbatch import split_batch
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
 from plugins.hybrid_parallel.zero import collectives
@@ -63,6 +63,8 @@ def _train(case: VerifyCase, expected: dict[str, numpy.ndarray], zero_stage: int
                 # The second is of texts alone on all replicas: what a unit is followed by must not be learnt from some.
                 share = split_batch(batch, 2, tokens=tokens)[0 if number == 1 else plugin.dp_rank]
                 if is_ordinary:
+                    # A collator may list no images instead of leaving the entry out.
+                    share = {name: value[:0] for name, value in batch.items() if is_media(name)} | share
                     booster.backward(model(**share).loss, optimizer)
                 else:
                     booster.execute_pipeline(iter([share]), model, optimizer=optimizer)

@@ -25,7 +25,7 @@ from booster import failure
 from booster.data.rows import unknown_rows
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.checks import FIRST_STEPS, naming_entry
-from plugins.hybrid_parallel.data.media import check_parts, kinds_of_media, parameters_of_texts
+from plugins.hybrid_parallel.data.media import check_parts, kinds_of_media, parameters_of_texts, without_empty_media
 from plugins.hybrid_parallel.data.microbatch import (
     MANY,
     PackedRow,
@@ -178,7 +178,7 @@ class Batch:
         Raises:
             ConfigurationError: if borders of documents do not fit the rows.
         """
-        given = model.options.with_document_positions(given)
+        given = without_empty_media(model.options.with_document_positions(given), model.options.media_tokens)
         return Batch(model, model.on_device(given, args), given, args, criterion)
 
     @cached_property
