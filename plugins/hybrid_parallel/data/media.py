@@ -113,10 +113,10 @@ def without_media(batch: Mapping[str, Any], tokens: Mapping[str, int]) -> dict[s
     return {name: value for name, value in batch.items() if not tokens or not is_media(name)}
 
 
-def without_empty_media(batch: Mapping[str, Any], tokens: Mapping[str, int]) -> dict[str, Any]:
-    """Leave out lists of no item, which a share may have of a batch with some: towers do not run on nothing."""
+def without_empty_media(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out lists of no item in a batch of texts, of which another share may have some: towers need one to run."""
     none = {name for name, value in batch.items() if is_media(name) and isinstance(value, Tensor) and not value.numel()}
-    return {name: value for name, value in batch.items() if not tokens or name not in none}
+    return {name: value for name, value in batch.items() if name not in none}
 
 
 def is_media(name: str) -> bool:

@@ -178,7 +178,9 @@ class Batch:
         Raises:
             ConfigurationError: if borders of documents do not fit the rows.
         """
-        given = without_empty_media(model.options.with_document_positions(given), model.options.media_tokens)
+        given = model.options.with_document_positions(given)
+        if model.options.media_tokens:
+            given = without_empty_media(given)
         return Batch(model, model.on_device(given, args), given, args, criterion)
 
     @cached_property
