@@ -6,6 +6,7 @@ What breaks here first: a fork of a process that has trained, which a notebook h
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,8 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     sources = ["".join(cell["source"]) for cell in cells]
     assert not any(cell["outputs"] for cell in cells), "committed without outputs"
     program = "\n".join(_SHELL.format(text[1:]) if text.startswith("!") else text for text in sources)
-    environment = environment_of_a_job() | {"PYTHONPATH": str(REPOSITORY)}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # the `booster` command
+    environment = environment_of_a_job(PATH=path) | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
