@@ -145,8 +145,11 @@ class FalconRegistryAttention(OwnAttention):
 
     @property
     def is_even_where_blind(self) -> bool:
-        """Whether the native code gives SDPA one key head for all heads, which it computes by a plain softmax."""
-        return self.num_kv_heads == 1 and not self.new_decoder_architecture
+        """Whether the native code gives SDPA one key head for all heads, which it computes by a plain softmax.
+
+        Not by `num_kv_heads`: a tensor-parallel rank may have one of several.
+        """
+        return self.multi_query and not self.new_decoder_architecture
 
     @staticmethod
     def serves(config: Any) -> bool:
