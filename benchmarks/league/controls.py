@@ -11,7 +11,7 @@ from benchmarks.league.outcome import refusals
 from benchmarks.league.system import LEARNING_RATE, System, Trained, is_cut, to_array
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.verify.own_model import trace_from_json, trace_to_json
+from plugins.hybrid_parallel.verify.propose import trace_from_json, trace_to_json
 from plugins.hybrid_parallel.verify.train import RecordedStep, Trace, VerifyCase, train_on_rank, train_reference
 from shardformer.distributed.process_groups import all_gather_json
 

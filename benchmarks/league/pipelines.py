@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from benchmarks.league.outcome import RefusedError, refusals
 from benchmarks.league.system import LEARNING_RATE, System, Trained, is_cut, to_array
-from plugins.hybrid_parallel.verify.own_model import trace_from_json, trace_to_json
+from plugins.hybrid_parallel.verify.propose import trace_from_json, trace_to_json
 from plugins.hybrid_parallel.verify.train import RecordedStep, Trace, VerifyCase
 from shardformer.distributed.process_groups import all_gather_json, broadcast_json
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.league.outcome import refusals
 from plugins.hybrid_parallel.verify.module_outputs import OutputLog
-from plugins.hybrid_parallel.verify.own_model import trace_from_json, trace_to_json
+from plugins.hybrid_parallel.verify.propose import trace_from_json, trace_to_json
 from plugins.hybrid_parallel.verify.train import Arrays, RecordedStep, Trace, VerifyCase
 from shardformer.distributed.process_groups import all_gather_json
 

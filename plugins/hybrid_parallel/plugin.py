@@ -20,15 +20,13 @@ from booster import failure
 from booster.errors import ConfigurationError, checks_arguments
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.config.options import HybridParallelConfig, is_planned, options_at
-from plugins.hybrid_parallel.data.checks import check_batch_size
-from plugins.hybrid_parallel.data.loading import Loading
+from plugins.hybrid_parallel.data.checks import Loading, check_batch_size
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh, in_blocks, ranks_of
 from plugins.hybrid_parallel.features.diagnostics import check_options
 from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
-from plugins.hybrid_parallel.guards import check_boosted, check_boosted_optimizer, check_criterion
-from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
+from plugins.hybrid_parallel.guards import check_boosted, check_boosted_optimizer, check_criterion, refuse_backward
 from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
 from shardformer.attention import log_once
 from shardformer.distributed.process_groups import broadcast_json
@@ -279,14 +277,14 @@ class HybridParallelPlugin(Plugin):
     def verify(self, model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], **options: Any) -> Any:
         """Run `booster.verify` with the options of this plugin."""
         # Imported here, because it trains with this class.
-        from plugins.hybrid_parallel.verify.own_model import verify_own_model
+        from plugins.hybrid_parallel.verify.propose import verify_own_model
 
         return verify_own_model(model_fn, batch, self.config, **options)
 
     def model_flops(self, model: nn.Module, batch: Mapping[str, Any]) -> float | None:
         """Return the FLOPs of the whole model's forward pass of a batch, by the planner's count."""
         # Imported here: the planner is no part of training.
-        from plugins.hybrid_parallel.planner.model_flops import ModelFlops
+        from plugins.hybrid_parallel.planner.op_recorder import ModelFlops
 
         if model not in self._flops:
             self._flops[model] = ModelFlops(model)
@@ -298,7 +296,7 @@ class HybridParallelPlugin(Plugin):
 
     def peak_flops(self) -> float | None:
         """Return the FLOP/s of this rank's GPU by its vendor's specification; None for another device."""
-        from plugins.hybrid_parallel.planner.model_flops import peak_flops
+        from plugins.hybrid_parallel.planner.op_recorder import peak_flops
 
         return peak_flops(self.config.mixed_precision.precision)
 

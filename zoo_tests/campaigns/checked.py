@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from plugins.hybrid_parallel.verify.before_boost import LayoutReport
 from plugins.hybrid_parallel.verify.layout_check import CheckedModel, check_layout
-from plugins.hybrid_parallel.verify.layouts import LayoutReport
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import twin_of
 from zoo_tests.campaigns.census.verdict import add_row, read_rows

@@ -169,7 +169,7 @@ def _misuse(case: Case) -> list[str]:
     whole["labels"][0, 2:] = -100
     share = boosted.share(whole)
     records: list[logging.LogRecord] = []
-    logger = logging.getLogger("plugins.hybrid_parallel.loss.backward_checks")
+    logger = logging.getLogger("plugins.hybrid_parallel.guards")
     handler = logging.Handler()
     handler.emit = records.append
     logger.addHandler(handler)

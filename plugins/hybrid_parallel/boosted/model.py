@@ -35,8 +35,7 @@ from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from plugins.hybrid_parallel.features.diagnostics import SynchronyCheck
 from plugins.hybrid_parallel.features.nonfinite import StepTrace
-from plugins.hybrid_parallel.guards import GuardedModel, LocalState, WholeState
-from plugins.hybrid_parallel.loss.backward_checks import refuse_backward
+from plugins.hybrid_parallel.guards import GuardedModel, LocalState, WholeState, refuse_backward
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ScoresAsked, TokenLogProbs, next_tokens
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime

@@ -28,8 +28,7 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.plugin import SavedCheckpoint
 from plugins.hybrid_parallel.checkpoint.global_tensor import GlobalTensor, TensorChunk
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest, sequence_of
-from plugins.hybrid_parallel.checkpoint.tensor_file import naming, sync_directory
+from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest, naming, sequence_of, sync_directory
 from plugins.hybrid_parallel.checkpoint.training_state import StateSnapshot
 
 MANIFEST = "manifest.json"

@@ -35,8 +35,13 @@ from torch.futures import Future
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint.global_tensor import GlobalTensor
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest, chunk_key
-from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileReader, TensorFileWriter, for_each
+from plugins.hybrid_parallel.checkpoint.tensor_file import (
+    Manifest,
+    TensorFileReader,
+    TensorFileWriter,
+    chunk_key,
+    for_each,
+)
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from shardformer.distributed.process_groups import all_gather_json, message_group, world_group
 

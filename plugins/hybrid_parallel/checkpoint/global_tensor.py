@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicate_axis
 from plugins.hybrid_parallel.guards import WholeState
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters

@@ -41,7 +41,6 @@ from plugins.hybrid_parallel.checkpoint.global_tensor import (
     model_tensors,
     whole_state_dict,
 )
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest, SavedFile, header_checksum, merge_tensors
 from plugins.hybrid_parallel.checkpoint.peft import (
     has_adapters,
     load_adapter_files,
@@ -50,7 +49,14 @@ from plugins.hybrid_parallel.checkpoint.peft import (
 )
 from plugins.hybrid_parallel.checkpoint.save import save_model_files
 from plugins.hybrid_parallel.checkpoint.stream import WeightStream
-from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileReader, for_each
+from plugins.hybrid_parallel.checkpoint.tensor_file import (
+    Manifest,
+    SavedFile,
+    TensorFileReader,
+    for_each,
+    header_checksum,
+    merge_tensors,
+)
 from plugins.hybrid_parallel.checkpoint.training_state import (
     KEPT,
     MEMORY,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint.global_tensor import MASTER, GlobalTensor
 from plugins.hybrid_parallel.checkpoint.global_tensor import PREFIX as MODEL
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer

@@ -36,7 +36,6 @@ from plugins.hybrid_parallel.checkpoint.global_tensor import (
     model_tensors,
     tensors_to_fill,
 )
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest, SavedFile, merge_tensors, name_and_offsets
 from plugins.hybrid_parallel.checkpoint.optimizer_state import (
     OptimizerLoad,
     check_fits,
@@ -45,6 +44,7 @@ from plugins.hybrid_parallel.checkpoint.optimizer_state import (
     optimizer_numbers,
     optimizer_tensors,
 )
+from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest, SavedFile, merge_tensors, name_and_offsets
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
 from plugins.hybrid_parallel.data.sharded_sampler import DataParallelBatchSampler
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks

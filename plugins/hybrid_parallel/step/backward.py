@@ -14,6 +14,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.checks import FIRST_STEPS, ReplicaCheck, check_kind, check_loss
 from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.guards import LabelCounts, check_weights_in_loss
 from plugins.hybrid_parallel.loss.arithmetic import (
     LossKind,
     loss_and_count,
@@ -21,7 +22,6 @@ from plugins.hybrid_parallel.loss.arithmetic import (
     over_replicas,
     share_of_counted,
 )
-from plugins.hybrid_parallel.loss.backward_checks import LabelCounts, check_weights_in_loss
 from plugins.hybrid_parallel.step.user_loop import agree
 from plugins.hybrid_parallel.zero.reducer import counting
 

@@ -25,8 +25,8 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.checks import check_batch_of_replica
 from plugins.hybrid_parallel.data.microbatch import LossesPromote, has_floats, nothing_of, without_rows
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.guards import refuse_without_optimizer
 from plugins.hybrid_parallel.loss.arithmetic import ReplicaLosses, RowWeight, SumOverReplicas, exact_sum, off_inputs
-from plugins.hybrid_parallel.loss.backward_checks import refuse_without_optimizer
 from plugins.hybrid_parallel.loss.choice import LossSource
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, RouterBalance, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PassState

@@ -41,9 +41,9 @@ from booster.logging import quiet
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_threads
 from plugins.hybrid_parallel.setup.input_checks import has_batch_norms
+from plugins.hybrid_parallel.verify.before_boost import LayoutReport, NotCheckedError, checked_layouts
 from plugins.hybrid_parallel.verify.compare import Difference, Tolerance, compare
 from plugins.hybrid_parallel.verify.image_twin import image_twin_of
-from plugins.hybrid_parallel.verify.layouts import LayoutReport, NotCheckedError, checked_layouts
 from plugins.hybrid_parallel.verify.module_outputs import OperatorLog, OutputLog
 from plugins.hybrid_parallel.verify.random_batch import batch_for, cast, distance_from_wave, takes_labels
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config, without_dropout

@@ -25,8 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from booster.errors import ConfigurationError
 from booster.integrations.accelerate import Accelerator
 from booster.integrations.prepared_loader import PreparedLoader
-from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.loss import backward_checks
+from plugins.hybrid_parallel import HybridParallelPlugin, guards
 from zoo_tests.booster.integrations.accelerate_loop import LAYOUTS, bert, collate, fresh_accelerate, loader, samples
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 
@@ -214,7 +213,7 @@ def test_a_number_of_processes_that_no_gradient_needs_is_said() -> None:
         ("tp2", lambda loss, accelerator, stored: loss * 3, False),
     ]
     for layout, times, is_said in cases:
-        with fresh_accelerate(), mock.patch.object(backward_checks._log, "warning") as warn:
+        with fresh_accelerate(), mock.patch.object(guards._log, "warning") as warn:
             accelerator, model = _accelerator(layout), bert()
             stored = accelerator.num_processes
             model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))

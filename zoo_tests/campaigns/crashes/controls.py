@@ -7,7 +7,7 @@ from typing import Any
 
 from plugins.hybrid_parallel.checkpoint import io
 from plugins.hybrid_parallel.checkpoint.atomic_save import PendingSave, Staging
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest
 
 _publish, _data_file = PendingSave.publish, io.data_file
 

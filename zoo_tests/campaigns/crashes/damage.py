@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint.atomic_save import MANIFEST
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 
 STEPS = (1, 2, 3)

@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest
 from zoo_tests.campaigns.crashes.damage import DAMAGES, load_damaged, save_some, undetected
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 from zoo_tests.campaigns.crashes.system_calls import SystemCalls
@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_read_on_one_rank(tmp_path: Path) -> None:
     training = MarkedTraining()
     for step in (1, 2):
         training.save(tmp_path / str(step), step)
-    place = "plugins.hybrid_parallel.checkpoint.manifest.checksum_in_file"
+    place = "plugins.hybrid_parallel.checkpoint.tensor_file.checksum_in_file"
     broken = mock.patch(place, _raising(OSError(errno.EIO, "Input/output error")))
     with (
         broken if dist.get_rank() == 1 else nullcontext(),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint.global_tensor import GlobalTensor, TensorChunk, rectangles_of_range
-from plugins.hybrid_parallel.checkpoint.manifest import Chunk, Manifest, SavedFile, SavedTensor, sequence_of
+from plugins.hybrid_parallel.checkpoint.tensor_file import Chunk, Manifest, SavedFile, SavedTensor, sequence_of
 from shardformer.shard_spec import Part, ShardSpec
 
 _EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True)

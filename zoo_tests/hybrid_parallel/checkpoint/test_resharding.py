@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.hybrid_parallel.checkpoint.manifest import Manifest
+from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest
 from shardformer.lazy.weight_files import open_tensors
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import run_on_ranks

@@ -28,7 +28,7 @@ from plugins.hybrid_parallel.planner.calibrate import Case, MeasuredParts, PartT
 from plugins.hybrid_parallel.planner.costs import TooLarge
 from plugins.hybrid_parallel.planner.device import PRESETS, Link, preset
 from plugins.hybrid_parallel.planner.layout import Layout
-from plugins.hybrid_parallel.planner.model_flops import FlopCounter
+from plugins.hybrid_parallel.planner.op_recorder import FlopCounter
 from plugins.hybrid_parallel.planner.plan import Space, search
 from plugins.hybrid_parallel.planner.predict import Predictor
 from plugins.hybrid_parallel.planner.profile import Profiler

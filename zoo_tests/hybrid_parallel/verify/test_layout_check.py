@@ -35,8 +35,8 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_threads
 from plugins.hybrid_parallel.setup import input_checks
 from plugins.hybrid_parallel.verify import before_boost, layout_check
+from plugins.hybrid_parallel.verify.before_boost import LayoutReport, checked_layouts
 from plugins.hybrid_parallel.verify.layout_check import CheckedModel, check_layout
-from plugins.hybrid_parallel.verify.layouts import LayoutReport, checked_layouts
 from zoo_tests.campaigns.census.classes import HeadClass
 from zoo_tests.campaigns.census.trained import twin_of
 from zoo_tests.campaigns.checked import cases, verdict

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from booster import ConfigurationError, verify
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.verify.own_model import OwnModel
-from plugins.hybrid_parallel.verify.propose import propose_verified, share_cut
+from plugins.hybrid_parallel.verify.propose import OwnModel, propose_verified, share_cut
 from zoo_tests.harness.ranks import run_on_ranks, under_load
 from zoo_tests.shardformer.policies.test_proposed import Model
 
