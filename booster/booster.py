@@ -365,11 +365,7 @@ class Booster:
         return self.plugin.checkpoint_io.latest_checkpoint(str(folder))
 
     def finish_saving(self) -> None:
-        """Wait for an asynchronous save to finish.
-
-        Raises:
-            ConfigurationError: the save failed; raised on every rank.
-        """
+        """Wait for an asynchronous save to finish; raises ConfigurationError on every rank if it failed."""
         self.plugin.checkpoint_io.finish_saving()
 
     def _prepared(
@@ -410,11 +406,7 @@ class Booster:
 
 
 def _check_targets(call: str, kinds: list[str]) -> None:
-    """Refuse a line of a script that assigns the results of `call` to other variables than it returns.
-
-    Args:
-        kinds: the kind of each object that the call was given, and returns.
-    """
+    """Refuse a line of a script that assigns the results of `call` to variables of other `kinds` than it returns."""
     names, is_tuple = _targets()
     miscounted = len(names) != len(kinds) if is_tuple else names == ["model"] and len(kinds) > 1
     if miscounted or any({*pair} == {"model", "optimizer"} for pair in zip(names, kinds, strict=False)):
@@ -426,10 +418,7 @@ def _check_targets(call: str, kinds: list[str]) -> None:
 
 
 def _targets() -> tuple[list[str], bool]:
-    """Return the names to which the script's line assigns the result of a call, and whether it unpacks it.
-
-    No names if the line does something else with it.
-    """
+    """Return the names that the script's line assigns a call's result to, and whether it unpacks it."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back

@@ -230,11 +230,7 @@ def machine_of_this_rank() -> str:
 
 
 def place_from_environment(environment: Mapping[str, str]) -> RankInfo:
-    """Read the position from torchrun's variables; return that of a one-process job if there are none.
-
-    Raises:
-        ConfigurationError: the variables are incomplete or invalid.
-    """
+    """Read the position from torchrun's variables, all or none (a job of one process); refuses invalid ones."""
     if not any(name in environment for name in _MARKS):
         return RankInfo(rank=0, world_size=1, local_rank=0)
     missing = [name for name in _REQUIRED if name not in environment]
@@ -398,11 +394,7 @@ def _listed(names: list[str]) -> str:
 
 
 def command_of_this_job(*more: str) -> str:
-    """Return the command that starts this job's script again; scripts print it as the way to go on.
-
-    Args:
-        more: options to add; one that the script was given already is replaced.
-    """
+    """Return the command that starts this script again; one of `more` replaces an option that it was given."""
     names = {option for option in more if option.startswith("--")}
     kept, skips = [], False
     for word in sys.argv:

@@ -60,11 +60,7 @@ def address_to_listen(host: str) -> str:
 
 
 def listener(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on one address of this machine, or on all of them for "".
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Return a socket that listens on one address, or on all for ""; raises OSError if the port is taken."""
     if address:
         return socket.create_server((address, port), family=_family(address))
     if socket.has_dualstack_ipv6():
@@ -73,11 +69,7 @@ def listener(address: str, port: int = 0) -> socket.socket:
 
 
 def hold_store(host: str, port: int = 0) -> TCPStore:
-    """Return a new store that listens where `host` says; torch's own listens on all interfaces.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Return a new store that listens where `host` says, not on all interfaces; OSError if the port is taken."""
     from torch.distributed import TCPStore
 
     address = address_to_listen(host)
@@ -87,10 +79,7 @@ def hold_store(host: str, port: int = 0) -> TCPStore:
 
 
 def name_is_usable() -> bool:
-    """Return whether other machines can reach the address that this machine's own name stands for.
-
-    gloo listens there by default. Debian's installer lets the name stand for 127.0.1.1.
-    """
+    """Return whether others reach the address of this machine's name, where gloo listens: not so 127.0.1.1."""
     addresses = addresses_of(socket.gethostname())
     return bool(addresses) and not is_loopback(addresses[0]) and is_held(addresses[0])
 

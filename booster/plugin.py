@@ -95,11 +95,7 @@ def load_lr_scheduler(lr_scheduler: Any, path: str) -> None:
 
 
 def take_state(given: Any, state: Any, name: str) -> None:
-    """Give a saved state to an object of the user.
-
-    Raises:
-        ConfigurationError: its `load_state_dict` raises any error, or the state is that of another scheduler.
-    """
+    """Give a saved state to an object of the user; raises ConfigurationError if the object refuses it."""
     _check_class(given, state, name)
     try:
         given.load_state_dict(state)
@@ -354,11 +350,7 @@ def load_plugin(name: str, **options: Any) -> Plugin:
 
 
 def plugin_class(name: str = "hybrid_parallel") -> type[Plugin]:
-    """Return the plugin that an installed distribution registers under `name`.
-
-    Raises:
-        ConfigurationError: no distribution registers it.
-    """
+    """Return the plugin class of that name; raises ConfigurationError if no distribution registers it."""
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         if entry.name == name:
             return entry.load()

@@ -37,10 +37,7 @@ _STEPS, _LOADERS = "torch.optim.optimizer", "accelerate.data_loader"
 
 
 def install() -> None:
-    """Take over what the script will import, if a layout is given, once in this process.
-
-    A rank keeps the layout from the processes that it starts, which are no ranks.
-    """
+    """Take over what the script imports, if a layout is given, once; processes that it starts are no ranks."""
     layout = os.environ.pop(VARIABLE, None) if "RANK" in os.environ else os.environ.get(VARIABLE)
     present = next((each for each in sys.meta_path if isinstance(each, Takeover)), None)
     if layout is None or (present is not None and present.layout == layout):
@@ -141,10 +138,7 @@ class Takeover(AfterImport):
             raise self._refusal(str(error)) from None
 
     def _join(self) -> None:
-        """Join the job; the first time, have all ranks go on with the random numbers of rank 0.
-
-        So a script that splits data or builds a model without a seed does the same on all ranks.
-        """
+        """Join the job; the first time, with rank 0's random numbers, which split data the same on all ranks."""
         _join()
         if not self._has_joined:
             self._has_joined = True

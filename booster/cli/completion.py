@@ -53,11 +53,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def _whole_parser(file: dict[str, str]) -> argparse.ArgumentParser:
-    """Return a parser of all commands with their options.
-
-    Args:
-        file: shtab's mark of an option that takes a file.
-    """
+    """Return a parser of all commands with their options; `file`: shtab's mark of an option that takes a file."""
     whole = argparse.ArgumentParser(prog="booster")
     whole.add_argument("--version", action="store_true", help="show versions")
     subparsers = whole.add_subparsers(dest="command")

@@ -32,11 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def load_command(name: str) -> Command:
-    """Return the function of a command, in whose module `parser()` makes the command's parser.
-
-    Raises:
-        ConfigurationError: no installed package provides it.
-    """
+    """Return the function of a command, whose module has `parser()`; raises ConfigurationError if there is none."""
     module, _ = commands()[name]
     if module is None:
         return load_extension(ENTRY_POINT_GROUP, name, wanted=f"`booster {name}`")

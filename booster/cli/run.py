@@ -48,11 +48,7 @@ _DEFAULT_PORT = 29400
 
 
 def complete_rendezvous(options: argparse.Namespace) -> None:
-    """Say which machine has the store, and this machine's address, where torchrun would not find out.
-
-    Args:
-        options: torchrun's, of which `rdzv_conf` and `local_addr` are set.
-    """
+    """Set the store's machine and this one's address, where torchrun would not find out, in its `options`."""
     host, _, port = options.rdzv_endpoint.rpartition(":")
     host, port = (host, port) if host and port.isdecimal() else (options.rdzv_endpoint, str(_DEFAULT_PORT))
     host = host.strip("[]")
@@ -90,11 +86,7 @@ _PATIENCE_S = 15.0
 
 
 def end_after_report(report: Path) -> None:
-    """End this process some seconds after a rank has reported the job's failure, unless it ends by itself.
-
-    Args:
-        report: the file that a rank writes its report to.
-    """
+    """End this process some seconds after a rank has written the job's failure to `report`, unless it ends itself."""
     threading.Thread(target=_watch, args=(report,), name="booster-agent-watch", daemon=True).start()
 
 
@@ -269,11 +261,7 @@ def _profile(options: argparse.Namespace) -> JobProfile | None:
 
 
 def _take_over(options: argparse.Namespace) -> None:
-    """Have the script that the ranks run boosted by the layout of the command line, or of the environment.
-
-    Raises:
-        ConfigurationError: the layout is invalid, or does not fit the ranks.
-    """
+    """Have ranks boost the script by a given layout; raises ConfigurationError if it is invalid or fits no ranks."""
     layout, inherited = options.layout, os.environ.get(LAYOUT_VARIABLE)
     if options.memory is not None:
         if layout != "auto":

@@ -58,11 +58,7 @@ def rows_of_call(args: tuple, kwargs: Mapping[str, Any], main: str | None = None
 
 
 def num_rows(batch: Mapping[Any, Any], main: str | None = None) -> int:
-    """Return the number of samples of a batch.
-
-    Args:
-        batch, main: see `rows_of`.
-    """
+    """Return the number of samples of a batch; `batch`, `main`: see `rows_of`."""
     rows = rows_of(batch, main)
     if rows is None:
         raise unknown_rows(batch)

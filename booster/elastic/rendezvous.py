@@ -107,10 +107,7 @@ class Endpoint:
 
 
 def _limit_silence(port: int) -> None:
-    """Have the kernel end this process's connections to a store whose machine does not answer.
-
-    After its own timeout, the store's client waits for another answer, without a limit.
-    """
+    """Have the kernel end connections to a store whose machine does not answer: its client would wait on."""
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if not os.readlink(path).startswith("socket:"):
@@ -319,12 +316,7 @@ class Leader:
         self._cap: tuple[int, int] | None = None  # (ranks that there were, ranks at most)
 
     def decide(self, reports: Mapping[int, Report], now: float) -> Decision:
-        """Return the decision after new reports.
-
-        Args:
-            reports: agent -> its newest report.
-            now: monotonic time, in seconds.
-        """
+        """Return the decision after new reports (agent -> its newest); `now`: monotonic time, in seconds."""
         alive = self._alive(reports, now)
         if self.decision.order == RUN:
             self.decision = self._look_at_round(alive)

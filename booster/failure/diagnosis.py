@@ -446,11 +446,7 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def ending(status: int | None) -> str:
-    """Describe how a process ended.
-
-    Args:
-        status: wait status of the process; None if it is unknown.
-    """
+    """Describe how a process ended; `status`: wait status of the process; None if it is unknown."""
     if status is None:
         return "died"
     number = status & 0x7F

@@ -227,9 +227,6 @@ def _ended_unheard(link: socket.socket) -> bool:
 
 
 def _silence_s(link: socket.socket) -> float:
-    """Return for how long the other kernel has not answered.
-
-    The kernel's own limit does not count probes that it cannot send, as where this machine's cable is cut.
-    """
+    """Return how long the other kernel has not answered, which it does not count with a cut cable here."""
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
     return struct.unpack_from("I", info, _LAST_ACK)[0] / 1000

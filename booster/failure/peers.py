@@ -90,11 +90,7 @@ class Peer:
         return self.page is not None and self.page.ended
 
     def got_sigterm(self, status: int | None) -> bool:
-        """Return whether the process ended because of SIGTERM.
-
-        Args:
-            status: its wait status; None if it is unknown.
-        """
+        """Return whether the process ended because of SIGTERM; `status`: its wait status; None if it is unknown."""
         return (self.page is not None and self.page.got_sigterm) or (status or 0) & 0x7F == signal.SIGTERM
 
     def is_dead(self) -> bool:

@@ -71,11 +71,7 @@ class Wait:
 
 
 def wait_of(frame: FrameType | None) -> Wait | None:
-    """Return the wait that a stack is in; None if it does not wait for ranks.
-
-    Args:
-        frame: innermost frame of the stack.
-    """
+    """Return the wait that a stack is in; None if it does not wait for ranks; `frame`: innermost frame of the stack."""
     if frame is None:
         return None
     inside = frame.f_code.co_filename
@@ -118,11 +114,7 @@ def _another_thread_acts() -> bool:
 
 
 def acts_alone(frame: FrameType) -> bool:
-    """Return whether a stack has code of the script and waits neither for ranks nor, without a limit, for a thread.
-
-    Args:
-        frame: innermost frame of the stack.
-    """
+    """Return whether a stack, given by its innermost frame, runs the script and waits for no rank or thread."""
     if wait_of(frame) is not None:
         return False
     if frame.f_code.co_filename == threading.__file__ and frame.f_locals.get("timeout", 0) in (None, -1):

@@ -48,11 +48,7 @@ _VARIABLES = {
 
 
 def check_version(found: str) -> None:
-    """Refuse a release of accelerate that lacks what the integration uses.
-
-    Raises:
-        ConfigurationError: the version, and the oldest that would do.
-    """
+    """Refuse a release of accelerate that lacks what the integration uses."""
     from packaging.version import Version
 
     if Version(found) < Version(OLDEST):
@@ -156,10 +152,7 @@ def asked_of_launch(options: dict[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def variables_of_this_rank() -> Iterator[None]:
-    """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` by the process group, unless all of them are set.
-
-    All ranks call it.
-    """
+    """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` unless all are set; all ranks call it."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     known = {name: os.environ.get(name) for name in names}
     missing = torch.tensor(int(None in known.values()))

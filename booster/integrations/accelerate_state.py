@@ -81,22 +81,14 @@ class StateFolders:
         self._load(self._latest_folder() if input_dir is None else Path(input_dir))
 
     def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
-        """Refuse hooks, which expect the whole weights of each model.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Refuse hooks, which expect the whole weights of each model; raises ConfigurationError if always."""
         raise ConfigurationError(
             "register_save_state_pre_hook() gives a hook the weights of whole models, which no rank has while a state "
             "is saved; call accelerator.save_model(model, folder) after save_state(), or register_for_checkpointing()"
         )
 
     def register_load_state_pre_hook(self, hook: Any) -> NoReturn:
-        """Refuse hooks, which would load whole weights.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Refuse hooks, which would load whole weights; raises ConfigurationError if always."""
         raise ConfigurationError(
             "register_load_state_pre_hook() gives a hook models to load whole weights into, which no rank has; call "
             "accelerator.booster.load_model(model, folder) after load_state()"
@@ -125,11 +117,7 @@ class StateFolders:
         self.wait_for_everyone()
 
     def _load(self, folder: Path) -> None:
-        """Load a state that `_save` wrote.
-
-        Raises:
-            ConfigurationError: if it is of other objects.
-        """
+        """Load a state that `_save` wrote; raises ConfigurationError if it is of other objects."""
         groups = self._groups()
         if not _path(folder, 0).is_dir():
             raise ConfigurationError(f"{folder} holds no state of save_state(); give the folder that it returned")
@@ -150,11 +138,7 @@ class StateFolders:
             take_state(each, _read_custom(_custom_file(folder, index)), "registered object")
 
     def _new_folder(self, output_dir: str | None) -> Path:
-        """Return the folder of the next state: the given one, or by automatic naming.
-
-        Raises:
-            ConfigurationError: if none is given, or the automatic one exists.
-        """
+        """Return the next state's folder, given or named automatically; refuses to overwrite one."""
         project = self.project_configuration
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
@@ -169,11 +153,7 @@ class StateFolders:
         return folder
 
     def _latest_folder(self) -> Path:
-        """Return the newest folder of automatic naming.
-
-        Raises:
-            ConfigurationError: if naming is not automatic, or there is none.
-        """
+        """Return the newest folder of automatic naming; raises ConfigurationError if there is none."""
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ConfigurationError("load_state() got no folder; give the one that save_state() returned")
         found = self._by_age()
@@ -239,11 +219,7 @@ def _check_number(kind: str, prepared: int, saved: int, folder: Path) -> None:
 
 
 def _write_custom(custom: Any, file: Path | None) -> None:
-    """Write the state of a registered object as JSON, its tensors as safetensors; without a file, check it alone.
-
-    Raises:
-        ConfigurationError: a part of the state cannot be kept.
-    """
+    """Write an object's state as JSON, its tensors as safetensors; without a file, check it alone."""
     tensors: list[Tensor] = []
     try:
         state = to_json(custom.state_dict(), f"the state_dict() of the registered {type(custom).__name__}", tensors)
@@ -320,11 +296,7 @@ class ReplicaValues:
         return self.replicas.gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return tensors combined over replicas: "sum", "mean", "max" or "none"; `scale` is for TPUs, as accelerate's.
-
-        Raises:
-            ConfigurationError: for another reduction.
-        """
+        """Return tensors combined over replicas: "sum", "mean", "max" or "none"; `scale` is for TPUs."""
         if reduction == "sum" and getattr(tensor, "requires_grad", False):
             self.losses_by_rows = False
         return self.replicas.reduce(tensor, reduction)

@@ -25,10 +25,7 @@ _has_all_samples = False
 
 
 def join_metrics(replicas: Replicas) -> None:
-    """Have metrics that are given no process group join their states over these replicas, from now on.
-
-    This changes torchmetrics, also if it is imported later.
-    """
+    """Have metrics without a process group join their states over these replicas, also if imported later."""
     global _replicas
     is_first, _replicas = _replicas is None, replicas
     if is_first and _MODULE in sys.modules:

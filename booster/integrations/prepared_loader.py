@@ -142,11 +142,7 @@ class PreparedLoader:
 
 
 def split_by(loader: DataLoader, num_replicas: int) -> DataLoader:
-    """Return the same loader whose batches are parts of the given one's, one for each replica.
-
-    Raises:
-        ConfigurationError: if the batch size is not a multiple of the number of replicas.
-    """
+    """Return the loader with an equal part of each batch for each replica, or raise a ConfigurationError."""
     if loader.batch_size is None or loader.batch_size % num_replicas:
         raise ConfigurationError(
             f"split_batches=True cannot split batch_size={loader.batch_size} into {num_replicas} equal parts, one for "

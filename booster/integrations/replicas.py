@@ -89,11 +89,7 @@ class Replicas:
         return from_json(value)
 
     def raise_on_all_ranks(self, problem: str | None, cause: Exception | None = None) -> None:
-        """Raise the problem of the first rank of the job that has one, on all of them.
-
-        Raises:
-            ConfigurationError: a rank has a problem; on that rank, chained to its cause.
-        """
+        """Raise the problem of the first rank of the job that has one, on all of them."""
         first = torch.tensor(dist.get_world_size() if problem is None else dist.get_rank())
         dist.all_reduce(first, dist.ReduceOp.MIN, group=world_group())
         if first < dist.get_world_size():
@@ -112,11 +108,7 @@ class Replicas:
         return map_tensors(self._gather_tensor, data)
 
     def gather_objects(self, data: list[Any]) -> list[Any]:
-        """Return the lists of all replicas, one after the other.
-
-        Raises:
-            ConfigurationError: if they hold more than plain values, tensors and containers of them.
-        """
+        """Return the lists of all replicas, of plain values, tensors and containers of them, one after the other."""
         if self.size == 1:
             return data
         apart: list[Tensor] = []

@@ -106,10 +106,7 @@ class TrainerAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Number of data-parallel replicas; 1 while a loss is computed that is that of all replicas.
-
-        Trainer multiplies its share of a loss by it.
-        """
+        """Number of replicas, by which Trainer multiplies its share of a loss; 1 for a loss of all replicas."""
         progress = self.loss_in_progress
         if progress is not None:
             progress.read_processes = True

@@ -37,11 +37,7 @@ _OLDEST = "5.17"
 
 
 def check_version(found: str) -> None:
-    """Refuse a release of transformers whose Trainer calls other methods.
-
-    Raises:
-        ConfigurationError: the version, and the oldest that would do.
-    """
+    """Refuse a release of transformers whose Trainer calls other methods."""
     if Version(found) < Version(_OLDEST):
         raise ConfigurationError(
             f"transformers {found} is too old for booster.integrations.transformers; install transformers>={_OLDEST}"
@@ -73,11 +69,7 @@ def check_job(args: Any) -> None:
 
 
 def check_arguments(args: Any, plugin: Plugin) -> None:
-    """Refuse arguments that would train otherwise than they say.
-
-    Raises:
-        ConfigurationError: the argument, the reason, and what to use.
-    """
+    """Refuse arguments that would train otherwise than they say."""
     for name, reason in _OTHER_WAYS.items():
         value = getattr(args, name, None)
         if value:

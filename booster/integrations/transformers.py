@@ -172,11 +172,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         return self._train_loader
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer class does; a resumed epoch goes on after the batches that it has seen.
-
-        Raises:
-            ConfigurationError: if a callback cannot hold under the layout.
-        """
+        """Train as the Trainer class does; a resumed epoch goes on after the batches that it has seen."""
         check_callbacks(self.callback_handler.callbacks, self.plugin)
         with _boosted_loaders_skip():
             return super().train(*args, **kwargs)

@@ -93,11 +93,7 @@ def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
 
 
 def _check_server(name: str, args: Any) -> None:
-    """Refuse vLLM but for a server, and trainers that are not compared with one.
-
-    Raises:
-        ConfigurationError: the trainer or the option, the reason, and what to use.
-    """
+    """Refuse vLLM but for a server, and trainers that are not compared with one."""
     kind = type(args).__name__
     if name not in SERVED:
         raise ConfigurationError(
@@ -112,11 +108,7 @@ def _check_server(name: str, args: Any) -> None:
 
 
 def _check_generation(args: Any, plugin: Plugin) -> None:
-    """Refuse options of a trainer that generates.
-
-    Raises:
-        ConfigurationError: the option, the reason, and what to use.
-    """
+    """Refuse options of a trainer that generates."""
     kind, replicas = type(args).__name__, plugin.dp_size
     reasons = {
         "use_transformers_continuous_batching": "schedules requests on each rank by itself; leave it out",
@@ -144,11 +136,7 @@ def _check_generation(args: Any, plugin: Plugin) -> None:
 
 
 def count_generations(args: Any, replicas: int) -> None:
-    """Let a generation batch be that of replicas: the arguments have counted all ranks of the job.
-
-    Raises:
-        ConfigurationError: if groups of generations would not be whole.
-    """
+    """Let a generation batch, which counted all ranks, be that of replicas, in whole groups of generations."""
     steps = getattr(args, "steps_per_generation", None)
     if steps is None or getattr(args, "num_generations", None) is None:
         return
@@ -165,11 +153,7 @@ def count_generations(args: Any, replicas: int) -> None:
 
 
 def check_options_of_model(trainer: Any) -> None:
-    """Refuse what depends on the model, or on functions that were given to the trainer.
-
-    Raises:
-        ConfigurationError: the option, the reason, and what to use.
-    """
+    """Refuse what depends on the model, or on functions that were given to the trainer."""
     plugin = trainer.plugin
     spread = _what_spreads_tokens(plugin)
     if getattr(trainer, "aux_loss_enabled", False) and spread:
@@ -189,11 +173,7 @@ def _coefficient_of_routers(trainer: Any) -> float:
 
 
 def check_callbacks(callbacks: Iterable[Any], plugin: Plugin) -> None:
-    """Refuse callbacks of TRL that load the weights of this rank into a whole model.
-
-    Raises:
-        ConfigurationError: the callback, the reason, and what to use.
-    """
+    """Refuse callbacks of TRL that load the weights of this rank into a whole model."""
     parallel, zero = (getattr(getattr(plugin, "config", None), group, None) for group in ("parallel", "zero"))
     sizes = {name: getattr(parallel, name, 1) for name in ("tp_size", "pp_size", "ep_size")}
     reasons = [f"of which {name}={size} leaves it a part" for name, size in sizes.items() if size > 1]

@@ -47,11 +47,7 @@ class CheckedRewards:
         return answer
 
     def raise_problem(self) -> None:
-        """Raise what the reward functions of any rank did wrong, on all ranks.
-
-        Raises:
-            ConfigurationError: rewards of another number, one that is not finite, or a function that failed.
-        """
+        """Raise what the reward functions of any rank did wrong, on all ranks."""
         problem, cause, self._problem, self._cause = self._problem, self._cause, None, None
         self._replicas.raise_on_all_ranks(problem, cause)
 
@@ -75,11 +71,7 @@ class CheckedRewards:
 
 
 def rollout_of_first_rank(function: Callable[..., Any], replicas: Replicas) -> Callable[..., Any]:
-    """Return a `rollout_func` that all ranks call, as a model generates on all; the first one's answer counts.
-
-    Raises:
-        ConfigurationError: it failed on a rank; raised on all of them.
-    """
+    """Return a `rollout_func` that all ranks call, as a model generates on all; the first one's answer counts."""
 
     @functools.wraps(function)
     def roll_out(*args: Any, **kwargs: Any) -> Any:
@@ -108,10 +100,7 @@ class ToolsOfFirstRank:
         self._loop: asyncio.AbstractEventLoop | None = None  # of coroutines, which may keep connections in it
 
     def tool(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a tool that runs on the first rank.
-
-        A coroutine is waited for: in TRL's thread for them, ranks would not call their tools in the same order.
-        """
+        """Return a tool that runs on the first rank. A coroutine is waited for, as ranks call tools in one order."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -43,11 +43,7 @@ _COUNTED = {"input_ids": "ids", "attention_mask": "mask"}  # entries of a batch 
 
 
 def trl_mixins(trainer_class: type) -> tuple[type, ...]:
-    """Return what `boosted` needs for a trainer of TRL; nothing for other trainers.
-
-    Raises:
-        ConfigurationError: if TRL is too old, or the trainer is none of those that hold under a layout.
-    """
+    """Return what `boosted` needs for a trainer of TRL; nothing for others; refuses those that cannot hold."""
     names = _names_in_trl(trainer_class)
     if not names:
         return ()
@@ -114,11 +110,7 @@ class BoostedTRLTrainer:
                 self.reward_funcs[index] = self._checked.checked(function, name)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return rewards, those of the first rank of each replica.
-
-        Raises:
-            ConfigurationError: an answer of a reward function is none, on any rank.
-        """
+        """Return rewards, those of the first rank of each replica; raises ConfigurationError if one is missing."""
         return self._rewards_of_first_ranks(super()._calculate_rewards(*args, **kwargs))
 
     def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> Tensor:

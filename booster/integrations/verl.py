@@ -444,11 +444,7 @@ class _Losses:
         return loss, 1.0 / len(self.micro_batches)
 
     def outputs(self, keeps: bool) -> list[dict[str, Any]]:
-        """Return what was found, in order, with losses as numbers.
-
-        Args:
-            keeps: whether to return outputs of the model, too.
-        """
+        """Return what was found, in order, with losses as numbers; `keeps`: with outputs of the model, too."""
         return [
             {**found, "loss": found["loss"].item() if self.loss_function is not None else 1.0}
             | ({} if keeps else {"model_output": {}})
@@ -457,11 +453,7 @@ class _Losses:
 
 
 def _rows(micro_batches: Sequence[TensorDict]) -> dict[str, Tensor]:
-    """Return the batch of a pipeline, each of whose rows is a micro-batch, padded to the longest by a last document.
-
-    Raises:
-        ConfigurationError: what a row cannot hold.
-    """
+    """Return a pipeline's batch: each row is a micro-batch, padded to the longest by a last document."""
     first = micro_batches[0]
     for name in ("multi_modal_inputs", "routed_experts"):
         if name in first:
@@ -494,11 +486,7 @@ def _rows(micro_batches: Sequence[TensorDict]) -> dict[str, Tensor]:
 
 
 def _positions(micro_batch: TensorDict) -> Tensor:
-    """Return the positions of packed sequences, [tokens], by which a model tells them apart.
-
-    Raises:
-        ConfigurationError: if they do not count from 0 in each.
-    """
+    """Return positions of packed sequences, [tokens], by which a model tells them apart: each counts from 0."""
     offsets, given = micro_batch["input_ids"].offsets(), micro_batch["position_ids"]
     counted = torch.arange(int(offsets[-1]), device=offsets.device)
     counted = counted - offsets[:-1].repeat_interleave(offsets.diff())

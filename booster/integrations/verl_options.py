@@ -37,11 +37,7 @@ _OF_MODEL = {
 
 
 def plugin_options(engine_config: Any, model_config: Any) -> dict[str, Any]:
-    """Return the options of `HybridParallelPlugin`.
-
-    Raises:
-        ConfigurationError: a field is set that has no meaning under a layout.
-    """
+    """Return the plugin's options; raises ConfigurationError for a field without a meaning under a layout."""
     options: dict[str, Any] = {"microbatch_size": 1, "seed": getattr(engine_config, "seed", 42)}
     for name, value in vars(engine_config).items():
         if name in _SIZES:
@@ -80,11 +76,7 @@ def _offload(engine_config: Any) -> dict[str, Any]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that verl's `model_dtype` names.
-
-    Raises:
-        ConfigurationError: it names none.
-    """
+    """Return the dtype that verl's `model_dtype` names; raises ConfigurationError if it names none."""
     return _named(
         name, {**_DTYPES, **{str(each).removeprefix("torch."): each for each in _DTYPES.values()}}, "model_dtype"
     )

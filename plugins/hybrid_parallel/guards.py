@@ -496,12 +496,7 @@ class LabelCounts:
         self._is_factor_known = False
 
     def check_factor(self, loss: Tensor, by_rows: bool) -> None:
-        """Say that a loss is multiplied by the number of ranks, or of replicas that count by their rows.
-
-        Args:
-            loss: of a script, 0-d.
-            by_rows: whether replicas count by their rows.
-        """
+        """Say that a loss (0-d) is multiplied by the ranks, or by the replicas although these count `by_rows`."""
         ranks, replicas = dist.get_world_size(), self._mesh.size("dp")
         counted = {count for count, is_wrong in ((ranks, ranks != replicas), (replicas, by_rows)) if is_wrong} - {1}
         found = counted.intersection(_factors_of(loss))
@@ -514,12 +509,7 @@ class LabelCounts:
             self._is_factor_known = True
 
     def compare(self, loss: Tensor, batch: UserLoop) -> None:
-        """Compare the counts of all replicas; each of them must call this.
-
-        Args:
-            loss: a mean that the script has computed, 0-d.
-            batch: what the model was called with last.
-        """
+        """Compare counts; each replica calls this. `loss`: a mean of the script, 0-d; `batch`: the last that it saw."""
         if not self._passes_left:
             return
         self._passes_left -= 1

@@ -145,10 +145,7 @@ class FalconRegistryAttention(OwnAttention):
 
     @property
     def is_even_where_blind(self) -> bool:
-        """Whether the native code gives SDPA one key head for all heads, which it computes by a plain softmax.
-
-        Not by `num_kv_heads`: a tensor-parallel rank may have one of several.
-        """
+        """Whether native SDPA gets one key head for all, a plain softmax; not by a rank's `num_kv_heads`."""
         return self.multi_query and not self.new_decoder_architecture
 
     @staticmethod

@@ -267,10 +267,7 @@ def keep_documents_apart(model: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 def _run_by_document(run: Callable[[Tensor], Any], hidden: Tensor, lengths: Lengths) -> Any:
-    """Run over documents as rows; return the hidden states of all in their places, [rows, seq, hidden].
-
-    Rows may end with the padding of context parallelism, which stays as it is.
-    """
+    """Run over documents as rows; return hidden states in their places, [rows, seq, hidden], and padding."""
     sizes = [(*own, hidden.shape[1] - sum(own)) for own in lengths]
     parts = [part for row, own in zip(hidden, sizes, strict=True) for part in row.split(own)]
     groups: dict[int, list[int]] = {}

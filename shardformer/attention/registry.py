@@ -274,10 +274,7 @@ def call_kernel(
     around: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the named kernel, or `around` with it as first argument.
-
-    Dropout draws from a per-rank stream if ranks hold different heads.
-    """
+    """Run a kernel, or `around` it; dropout draws from a per-rank stream if ranks hold different heads."""
     kernel = kernel_named(implementation, module)
     if (exchange := getattr(module, "sequence_exchange", None)) is not None:
         kernel = with_own_sinks(kernel, kwargs, exchange.rank)

@@ -107,10 +107,7 @@ class ContextMask:
 
     @cached_property
     def rows_without_keys(self) -> Tensor | None:
-        """This rank's queries that see no key, [batch or 1, 1, part, 1] bool; None if no rank has one.
-
-        All ranks have to ask together, the first time.
-        """
+        """Queries here that see no key, [batch or 1, 1, part, 1] bool; None if nowhere; first asked together."""
         if self.of.real is None:  # a token sees itself
             return None
         places = self._places(self.axis.rank)
@@ -234,11 +231,7 @@ class PendingMask:
         self._make, self._mask = make, None
 
     def __getitem__(self, parts: tuple[slice, ...]) -> PendingMask:
-        """Return the mask for all tokens: Gemma 4 takes the last `logits_to_keep` of them, 0 stands for all.
-
-        Raises:
-            ValueError: a part is meant.
-        """
+        """Return the mask for all tokens (0, of the last `logits_to_keep`); ValueError if a part is meant."""
         if any(part not in (slice(None), slice(0, None)) for part in parts):
             raise ValueError("a rank has no mask of some tokens under cp_size; use logits_to_keep=0, or cp_size=1")
         return self
@@ -341,10 +334,7 @@ def _ring(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Run ring attention; query, key, value: [batch, heads, part, head_dim]; output: [batch, part, heads, head_dim].
-
-    s_aux: [heads], sinks.
-    """
+    """Run ring attention: query, key, value [batch, heads, part, head_dim] -> [batch, part, heads, head_dim]."""
     if softcap is not None:
         raise TypeError(f"{type(module).__name__} soft-caps its scores, which a ring does not; use cp_size=1")
     mask = _mask_of_pass(module, attention_mask)

@@ -168,12 +168,7 @@ def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def merge(found: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
-    """Merge the output over further keys into the output so far, in place.
-
-    Args:
-        found, more: [batch, heads, queries, head_dim].
-        logs, more_logs: [batch, heads, queries].
-    """
+    """Merge `more` into `found`, [batch, heads, queries, head_dim], in place, by their logs [batch, heads, queries]."""
     both = torch.logaddexp(logs, more_logs)
     safe = _finite(both)
     found.mul_((logs - safe).exp()[..., None]).add_(more * (more_logs - safe).exp()[..., None].to(found.dtype))

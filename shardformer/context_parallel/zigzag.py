@@ -154,11 +154,7 @@ def cut_features(base: nn.Module, axis: ZigzagSharding, names: Sequence[str]) ->
 
 
 def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positions) -> dict[str, Any]:
-    """Return this rank's shard of the inputs of a base model, and begin a pass.
-
-    Raises:
-        ValueError: tokens or the attention mask are not [batch, seq], or there are no tokens.
-    """
+    """Return this rank's shard of inputs and begin a pass; ValueError unless tokens and mask are [batch, seq]."""
     tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
     if tokens is None:
         raise ValueError(f"cp_size={axis.size} cuts input_ids or inputs_embeds, and the batch has neither; give one")

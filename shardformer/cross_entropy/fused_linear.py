@@ -52,10 +52,7 @@ def rows_of_chunk(columns: int, device: torch.device) -> int:
 
 @contextmanager
 def planned_for(device_type: str) -> Iterator[None]:
-    """Run passes on fake tensors as if on a device of `device_type`.
-
-    All heads of one shape follow the decision of the first, so that cost stays linear in the micro-batch size.
-    """
+    """Run fake tensors as if on `device_type`; heads of one shape follow the first one's decision."""
     _State.planned_for, _State.decisions = device_type, {}
     try:
         yield
@@ -182,10 +179,7 @@ class _ChunkedLoss:
     def _exponentials(
         self, logits: Tensor, numbers: Tensor, local: Tensor, here: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return offset, sum of exp(logits - offset) and the label's logit (0 if on another rank), [chunk] each.
-
-        The fourth is `numbers` with exp(logits - offset), [chunk, vocabulary].
-        """
+        """Return offset, sum of exp(logits - offset), own label's logit or 0, [chunk] each, and the exp itself."""
         if not len(self.weight):  # all columns are padding; this rank must still join the collective
             nothing = logits.new_zeros(len(logits), dtype=self.dtype)
             return nothing - torch.inf, nothing, nothing, numbers
@@ -372,11 +366,7 @@ def logits_of(deferred: DeferredLogits) -> Tensor:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor | None:
-    """Return the sum of the cross-entropy (0-d) of deferred logits that nothing has read; None for other logits.
-
-    Args:
-        labels: [...], -100 where ignored.
-    """
+    """Return the sum of cross-entropy (0-d) of unread deferred logits, else None; `labels`: [...], or -100."""
     if not isinstance(logits, DeferredLogits) or logits.logits is not None:
         return None
     call = logits.call

@@ -63,10 +63,7 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """-log softmax at the label, after Megatron-LM (arXiv 1909.08053, section 3): two all-reduces of [tokens].
-
-    The vocabulary of this rank has one part, or several blocks.
-    """
+    """-log softmax at the label, after Megatron-LM (arXiv 1909.08053, section 3): two all-reduces of [tokens]."""
 
     @staticmethod
     def forward(

@@ -37,11 +37,7 @@ class ParallelGroups:
 
     @staticmethod
     def of(axes: Sequence[tuple[str, int]], order: Sequence[int] | None, world_size: int) -> ParallelGroups:
-        """Check that names, sizes and order make a mesh of all ranks, and return it.
-
-        Raises:
-            ValueError: they do not make such a mesh.
-        """
+        """Return a mesh of all ranks by names, sizes and order; raises ValueError if they do not make one."""
         sizes: dict[str, int] = {}
         for name, size in axes:
             name = _ALIASES.get(name, name)
@@ -186,11 +182,7 @@ class MultiDimParallelRandomizer:
         self._streams: dict[frozenset[str], Randomizer] = {}
 
     def seed(self, *same_groups: str) -> int:
-        """Return the seed of the stream that these groups share.
-
-        Raises:
-            ValueError: a group does not exist.
-        """
+        """Return the seed of the stream that these groups share; raises ValueError if a group does not exist."""
         code, offset, step = 0, 0, 1
         unknown = set(same_groups) - set(self.groups.sizes)
         if unknown:
@@ -227,11 +219,7 @@ def init_randomizer(base_seed: int = 1234) -> MultiDimParallelRandomizer:
 
 
 def get_randomizer(*same_groups: str) -> Randomizer:
-    """Return a stream of this process's randomizer.
-
-    Raises:
-        RuntimeError: there is no randomizer.
-    """
+    """Return a stream of this process's randomizer; raises RuntimeError if there is no randomizer."""
     if PROCESS_STATE.randomizer is None:
         raise RuntimeError("there is no randomizer; call init_randomizer first")
     return PROCESS_STATE.randomizer.get_randomizer(*same_groups)

@@ -101,10 +101,7 @@ def num_parts(group: ProcessGroup) -> int:
 
 
 def rank_of_draws(group: ProcessGroup) -> int:
-    """Return the number that tells this rank's random numbers inside of a region from those of others.
-
-    Blocks draw by their own index, see `BlockedTensor`.
-    """
+    """Return the number by which this rank's draws in a region differ from others'; blocks draw by index."""
     return dist.get_rank(group) if blocks_of(group) is None else 0
 
 
@@ -116,11 +113,7 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_over_blocks(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Return the sum of one tensor a block over all blocks of all ranks, in an order that the ranks do not change.
-
-    Args:
-        parts: of the local blocks.
-    """
+    """Return the sum of `parts`, the local blocks, over all blocks of all ranks, in one order for any ranks."""
     local, size = tree_sum(parts), dist.get_world_size(group)
     if size == 1:
         return local
@@ -190,11 +183,7 @@ class BlockedTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Refuse an operation that did not come through torch's Python interface.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse an operation that did not come through torch's Python interface; raises RuntimeError if always."""
         raise RuntimeError(
             f"{func} inside of a tensor-parallel region cannot run in blocks, as reproducible=True needs; use "
             "reproducible_blocks=1, or reproducible=False"
@@ -251,10 +240,7 @@ def _is(first: Any, second: Any) -> bool:
 
 
 def _streams(region: Blocks) -> Iterator[tuple[int, int]]:
-    """Yield the position of each local block and its index, with random numbers of its own.
-
-    The stream then continues after a single number, however many blocks there are.
-    """
+    """Yield each local block's position and index with random numbers of its own; the stream goes on after one."""
     seed = int(torch.randint(2**62, (), device="cpu"))
     with restoring_default_generators():
         for index, block in enumerate(region.local):

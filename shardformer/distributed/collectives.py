@@ -267,30 +267,19 @@ def gather_from_region(x: Tensor, dim: int, group: ProcessGroup, length: int | N
 
 @untraced
 def split_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
-    """Take this rank's shard of the last dim of [..., features] forward; sum the assembled gradient backward.
-
-    Args:
-        spec: sharding of the features along its own dim.
-    """
+    """Take this rank's shard, by `spec`, of the last dim of [..., features]; sum the whole gradient backward."""
     return _SplitFeatures.apply(x, spec, group)
 
 
 @untraced
 def gather_features(x: Tensor, spec: ShardSpec, group: ProcessGroup) -> Tensor:
-    """Assemble distinct shards of the last dim to [..., features] forward; take this rank's shard backward.
-
-    Args:
-        spec: sharding of the features, of one dim.
-    """
+    """Assemble shards, by `spec`, of the last dim of [..., features] forward; take this rank's one backward."""
     return _GatherFeatures.apply(x, spec, group)
 
 
 @untraced
 def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather the rows of all ranks, whose numbers may differ: [sum of rows, ...].
-
-    Each rank keeps the gradient of its own rows, and must weight what it computes by 1 / ranks.
-    """
+    """Gather the rows of all ranks, of any numbers; each keeps its rows' gradient, to be weighted 1 / ranks."""
     return _GatherRows.apply(x, group)
 
 

@@ -39,10 +39,7 @@ class ProcessGroups:
         _OF_WORLD.pop(dist.group.WORLD, None)
 
     def get_or_create(self, key: Hashable, create: Callable[[], Created]) -> Created:
-        """Return the entry of `key`; if there is none, store and return the result of `create`.
-
-        All ranks that take part in `create` must ask for the same keys in the same order.
-        """
+        """Return the entry of `key`, or store and return `create()`; all its ranks ask in one order."""
         if key not in self._created:
             self._created[key] = create()
         return self._created[key]

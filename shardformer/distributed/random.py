@@ -30,11 +30,7 @@ _SEED_LIMIT = 2**62
 
 @contextmanager
 def parallel_region(rank: int) -> Iterator[None]:
-    """Draw random numbers that differ between ranks; the shared stream then continues as if not interrupted.
-
-    Args:
-        rank: position on the tensor-parallel axis.
-    """
+    """Draw numbers that differ by `rank` of the tensor-parallel axis; the shared stream goes on as before."""
     seed = _seed_of(rank)
     with restoring_default_generators():
         seed_default_generators(seed)

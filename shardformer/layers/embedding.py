@@ -139,10 +139,7 @@ class VocabParallelEmbedding(ParallelModule):
 
 
 class HeadParallelEmbedding(ParallelModule):
-    """Table of biases, [positions, heads]; each rank holds the columns of its heads.
-
-    Input: indices [...]. Output: [..., local heads].
-    """
+    """Table of biases, [positions, heads], of which a rank has its heads: indices [...] -> [..., local heads]."""
 
     shards_layer = True
     can_stay_whole = True

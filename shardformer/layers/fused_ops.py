@@ -201,10 +201,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, dropout: nn.Module) -> Tensor:
-    """Compute residual + dropout(x + bias); all [..., features], bias [features].
-
-    `dropout` itself draws the mask, from its own random stream, as it would without the fusion.
-    """
+    """Compute residual + dropout(x + bias), [..., features], bias [features]; `dropout` draws as unfused."""
     keep = _mask_of(dropout, x)
     if torch.compiler.is_compiling():
         return _bias_dropout_add_body(x, bias.to(x.dtype), keep, residual)

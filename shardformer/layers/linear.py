@@ -361,11 +361,7 @@ def row_spec(features: int, group: ProcessGroup, num_heads: int | None = None) -
 
 
 def out_features(module: nn.Module) -> int:
-    """Return the number of output features of a linear layer, in any weight layout.
-
-    Raises:
-        TypeError: the module is not a linear layer and has no `out_features`.
-    """
+    """Return a layer's number of output features, in any weight layout; TypeError if it is not linear."""
     return _features(module, "out_features", 0)
 
 

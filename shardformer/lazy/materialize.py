@@ -274,11 +274,7 @@ class RecordedTensors:
         return self
 
     def place_of(self, name: str, tensor: Tensor) -> StorageView | None:
-        """Return the place of a module's tensor in the log; None if it is unknown.
-
-        Raises:
-            ValueError: the tensor was changed after the end of the recording context.
-        """
+        """Return a module tensor's place in the log, or None; ValueError if changed after the context's end."""
         recorded, version = self.places.get(name, (None, 0))
         if self.log.knows(tensor):
             if recorded is not None and recorded.storage is tensor.untyped_storage() and tensor._version != version:
@@ -341,11 +337,7 @@ class RecordedValues:
         return log.source(place)
 
     def __call__(self, name: str, spec: ShardSpec) -> Tensor:
-        """Return the piece of a parameter or buffer that `spec` defines.
-
-        Raises:
-            ValueError: the name is unknown.
-        """
+        """Return the piece of a parameter or buffer that `spec` defines; raises ValueError if the name is unknown."""
         if not self.knows(name):
             raise ValueError(
                 f"{name} is on the meta device, and was not made in record_module_init(); make it inside of it, or "
@@ -462,11 +454,7 @@ def materialize(model: nn.Module, reader: WeightReader | None = None, seed: int 
 
 
 def read_values(reader: WeightReader, name: str, parameter: nn.Parameter) -> Tensor:
-    """Return the values of a parameter from a reader.
-
-    Raises:
-        ValueError: the reader returned a piece of another shape, or does not know the parameter.
-    """
+    """Return a parameter's values from a reader; ValueError if it does not know them, or in this shape."""
     spec = spec_of(parameter)
     with torch.no_grad():
         values = reader(name, spec)

@@ -432,11 +432,7 @@ class Opened:
 
 
 def open_directory(model_class: type, config: Any, directory: Path, dtype: torch.dtype, allow_bin: bool) -> Opened:
-    """Open the weights of a directory as transformers' `from_pretrained` of a model class would.
-
-    Raises:
-        WeightFileError: a file is missing, broken, or must not be loaded.
-    """
+    """Open a directory's weights as `from_pretrained` of a model class does, or raise WeightFileError."""
     if not (allow_bin and has_bin_files(directory)):
         weight_files(directory)  # given a missing directory, transformers would search its hub
     try:

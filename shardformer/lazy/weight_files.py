@@ -46,11 +46,7 @@ def refuses_code(name: str) -> Iterator[None]:
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
-    """Return tensor name -> file for the safetensors weights of a directory.
-
-    Raises:
-        WeightFileError: there are none, or the index names a file outside the directory.
-    """
+    """Return tensor -> file of a directory's safetensors; WeightFileError if there are none, or one is outside."""
     if (directory / INDEX).is_file():
         names = files_of_index(directory, INDEX)
     elif (directory / WEIGHTS).is_file():
@@ -62,22 +58,14 @@ def weight_files(directory: Path) -> dict[str, Path]:
 
 
 def has_bin_files(directory: Path) -> bool:
-    """Return whether the weights are in files of torch.save, all within the directory.
-
-    Raises:
-        WeightFileError: the index names a file outside the directory.
-    """
+    """Return whether the weights are files of torch.save; WeightFileError if one is outside the directory."""
     if (directory / BIN_INDEX).is_file():
         return bool(files_of_index(directory, BIN_INDEX))
     return (directory / BIN).is_file()
 
 
 def files_of_index(directory: Path, index: str) -> dict[str, str]:
-    """Return tensor name -> file name, as given by an index in the directory.
-
-    Raises:
-        WeightFileError: the index is broken, or names a file that is missing or outside the directory.
-    """
+    """Return tensor -> file of an index; WeightFileError if it is broken or names a missing or outside file."""
     try:
         names = read_json_object(directory / index).get("weight_map")
     except ValueError as error:
@@ -96,11 +84,7 @@ def files_of_index(directory: Path, index: str) -> dict[str, str]:
 
 
 def check_paths(paths: list[Path], directory: Path, allow_bin: bool) -> None:
-    """Refuse files that an index names outside of its directory, and pickle files unless `allow_bin`.
-
-    Raises:
-        WeightFileError: there is such a file.
-    """
+    """Refuse, by WeightFileError, files outside of the index's directory, and pickles unless `allow_bin`."""
     for path in paths:
         if ".." in path.parts[len(directory.parts) :] or (directory.is_dir() and not path.is_relative_to(directory)):
             raise WeightFileError(f"an index in {directory} names '{path}' outside the directory; do not load it")
@@ -112,11 +96,7 @@ def check_paths(paths: list[Path], directory: Path, allow_bin: bool) -> None:
 
 
 def check_inside(path: Path) -> None:
-    """Refuse a symbolic link out of the file's directory, except one into the blob store of a hub cache.
-
-    Raises:
-        WeightFileError: the file is such a link.
-    """
+    """Refuse, by WeightFileError, a symbolic link out of the directory, unless into a hub cache's blob store."""
     if not path.is_symlink():
         return
     directory, target = path.parent.resolve(), path.resolve()
@@ -127,11 +107,7 @@ def check_inside(path: Path) -> None:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file by `safe_open`; errors name the file.
-
-    Raises:
-        WeightFileError: the file is truncated, or is not a safetensors file.
-    """
+    """Open a safetensors file by `safe_open`; raises WeightFileError, with its name, if it is broken."""
     check_inside(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -141,11 +117,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_piece(path: Path, name: str, spec: ShardSpec) -> Tensor:
-    """Read this rank's piece of a full tensor in a file; only the bytes of the piece are read.
-
-    Raises:
-        WeightFileError: the tensor has another shape.
-    """
+    """Read only this rank's piece of a full tensor in a file; WeightFileError if it has another shape."""
     with open_tensors(path) as file:
         check_shape(file, name, path, spec)
         if spec.dim is None:
@@ -175,11 +147,7 @@ def _read_whole(path: Path, name: str, file: Any) -> Tensor:
 
 
 def check_shape(file: Any, name: str, path: Path, spec: ShardSpec) -> None:
-    """Check that the shape in an open file is that of the model's whole tensor.
-
-    Raises:
-        WeightFileError: they differ.
-    """
+    """Raise WeightFileError if the shape in an open file is not that of the model's whole tensor."""
     shape = tuple(file.get_slice(name).get_shape())
     if shape != spec.full_shape:
         raise WeightFileError(

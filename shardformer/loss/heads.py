@@ -131,11 +131,7 @@ LOSSES = (*FORWARD_LOSSES, USUAL)  # the usual one reads logits that may be shar
 
 
 def head_loss_of_kind(name: str, kind: str) -> HeadLossBuilder:
-    """Return the loss of a class, of one of the kinds in `LOSSES`; a batch with other labels has another loss.
-
-    Raises:
-        KeyError: there is no usual loss of such a class.
-    """
+    """Return a class's loss, of a kind in `LOSSES`, for its usual labels; KeyError if it has no usual loss."""
     build = USUAL_HEAD_LOSSES[matching_key(name, USUAL_HEAD_LOSSES)] if kind == USUAL else FORWARD_LOSSES[kind]
     return partial(_of_known_labels, build)
 
@@ -171,10 +167,7 @@ _OURS = ("shardformer.", "plugins.hybrid_parallel.", "transformers.", "torch.")
 
 
 def own_loss_reason(model: nn.Module, head_loss: HeadLoss | None, batch: Batch) -> str | None:
-    """Return why the model's own forward has to compute the loss, because it differs from the head's loss.
-
-    None if `head_loss` gives the same loss for this batch.
-    """
+    """Return why the model's own forward has to compute this batch's loss; None if `head_loss` gives the same."""
     name = type(model).__name__
     if head_loss is None:
         return f"the forward of {name} computes a loss of its own"

@@ -116,12 +116,7 @@ class RouterLoss:
         )
 
     def sums(self, scores: Iterable[Tensor], mask: Tensor | None) -> RouterSums:
-        """Return the sums of some layers.
-
-        Args:
-            scores: logits of each layer's router, [batch * seq, experts].
-            mask: 1 for tokens that count, [batch, seq]; None if all do.
-        """
+        """Return layers' sums; `scores`: each router's logits, [batch * seq, experts]; `mask`: [batch, seq] or None."""
         count, num_chosen = self._sizes
         parts = []
         for logits in scores:

@@ -37,11 +37,7 @@ def not_ignored(labels: Tensor, _: Batch) -> Tensor:
 
 
 def token_sum(model: nn.Module, field: str, outputs: Any, labels: Tensor) -> Tensor:
-    """Sum the cross-entropy of logits [..., classes], which may be vocabulary-parallel or deferred.
-
-    Args:
-        field: name of the logits among the outputs.
-    """
+    """Sum the cross-entropy of logits [..., classes], parallel or deferred; `field`: their name in the outputs."""
     logits = getattr(outputs, field)
     head = next(iter(remembered(model, parallel_heads)), None)
     is_whole = head is None or head.gather_output
@@ -128,10 +124,7 @@ def language_of_images(model: nn.Module) -> HeadLoss:
 
 
 def shift_right(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return the family's function from labels to decoder inputs: a method, or a function of its module.
-
-    None for a family without one (Dia), whose decoder never reads the labels.
-    """
+    """Return the family's function from labels to decoder inputs; None if it has none, as Dia."""
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return model.prepare_decoder_input_ids_from_labels
     family, config = sys.modules[type(model).__module__], model.config.get_text_config()
@@ -309,10 +302,7 @@ def words_and_answers(model: nn.Module) -> HeadLoss:
 
 
 def codebooks_of_sound(model: nn.Module) -> HeadLoss | None:
-    """Return Higgs Audio's loss: the sum over codebooks of means over the next frames; None if it adds that of text.
-
-    A frame stands at each placeholder for sound among the tokens.
-    """
+    """Return Higgs Audio's loss, a sum over codebooks of means over next frames; None if it adds that of text."""
     config = model.config
     if model.text_lm_head is not None:
         return None

@@ -154,10 +154,7 @@ class WeightGradStore:
 
     @contextmanager
     def split_backward(self, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
-        """Run a forward pass whose backward may be split; given a list, run the first half, which appends the rest.
-
-        Recomputation runs forward passes inside the first half.
-        """
+        """Run a forward pass whose backward, given a list, may run its first half, which appends the rest."""
         before = self.splits, self.deferred
         self.splits, self.deferred = True, deferred
         try:

@@ -32,11 +32,7 @@ class Native(Products, LinearKernel):
         return True
 
     def shape(self, native: nn.Module) -> tuple[int, int]:
-        """Return (out, in).
-
-        Raises:
-            TypeError: `native` is not a linear layer.
-        """
+        """Return (out, in); raises TypeError if `native` is not a linear layer."""
         first, second = native.weight.shape[:: -1 if is_transposed(native) else 1]
         return first, second
 
@@ -102,11 +98,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether the weight is stored [in, out].
-
-    Raises:
-        TypeError: the module is neither `nn.Linear` nor `Conv1D`.
-    """
+    """Return whether the weight is stored [in, out]; TypeError if it is neither `nn.Linear` nor `Conv1D`."""
     if is_linear(module):
         return not isinstance(module, nn.Linear)
     raise TypeError(f"{type(module).__name__} is not a linear layer; name an nn.Linear or a Conv1D in the policy")
@@ -296,12 +288,7 @@ class BlockedShard:
 
 
 def blocked_linear(x: BlockedTensor, weight: Tensor, bias: Tensor | None, shard: BlockedShard) -> BlockedTensor:
-    """Compute x W^T + b in each block: [..., in] -> [..., out].
-
-    Args:
-        weight: this rank's shard.
-        bias: this rank's shard of it; None if the input features are sharded, or there is none.
-    """
+    """Compute x W^T + b in blocks: [..., in] -> [..., out]; `bias`: None if inputs are sharded, or without."""
     num_uses, region = max(shard.uses) + 1, x.region
     weight, bias, *inputs = autocast(weight, bias, *x.blocks)
     if num_uses == 1:

@@ -185,10 +185,7 @@ def prompts_followed(model: nn.Module, config: ShardConfig, policy: Policy) -> I
 def _of_local_heads(
     get_prompt: Callable[..., Any], model: nn.Module, group: ProcessGroup, *args: Any, **kwargs: Any
 ) -> Any:
-    """Take this rank's heads of each layer's keys and values in a cache; virtual tokens stay as they are.
-
-    Layers whose attention gathers all heads on each rank (Phi-3) take all.
-    """
+    """Take this rank's heads of a cache, of virtual tokens; all where attention gathers all heads (Phi-3)."""
     prompt = get_prompt(*args, **kwargs)
     whole = {each.layer_idx for each in model.modules() if getattr(each, "attention_is_replicated", False)}
     for index, layer in enumerate(getattr(prompt, "layers", ())):

@@ -31,11 +31,7 @@ Layers = Mapping[str, nn.Module]
 
 
 def check_layers(model: nn.Module, layers: Layers, config: ShardConfig, policy: Policy) -> None:
-    """Check that the layers of peft in `model`, given by path, support its sharding.
-
-    Raises:
-        ValueError: they do not; the message has all reasons.
-    """
+    """Raise ValueError, with all reasons, if layers of peft in `model` do not support its sharding."""
     problems = []
     if layers and config.sequence is not None and config.enable_sequence_overlap:
         problems.append(
@@ -256,10 +252,7 @@ FileNames = Mapping[str, str]
 
 
 def file_names(model: nn.Module) -> dict[str, FileNames]:
-    """Return the file names of each adapter's tensors, as given by peft for the whole model.
-
-    Covers only the kinds whose files hold parameters and buffers unchanged.
-    """
+    """Return peft's file names of each adapter's tensors, for kinds that hold parameters and buffers alone."""
     if not is_a(model, "model"):
         return {}
     # One tensor per name, even if parameters are tied: shows which tensors peft wants, and under which names.
@@ -277,11 +270,7 @@ def file_names(model: nn.Module) -> dict[str, FileNames]:
 
 
 def adapter_tensors(model: nn.Module, adapter: str, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return name in the file -> tensor, for an adapter of a whole model.
-
-    Args:
-        state: tensors to choose from; None for the model's own.
-    """
+    """Return name in the file -> tensor of a whole adapter; `state`: to choose from; None for the model's own."""
     from peft import get_peft_model_state_dict  # already imported, as the model is one of peft's
 
     saves_embeddings = _saves_embeddings(model, model.peft_config[adapter])

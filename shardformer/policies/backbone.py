@@ -39,11 +39,7 @@ _LIBRARIES = ("peft", "transformers")
 
 
 def backbones_of(model: nn.Module, lookup: Lookup) -> dict[str, Policy]:
-    """Return the policies of the outermost models of transformers inside a module that have one, by path.
-
-    Args:
-        lookup: returns the policy of a model, or raises a ValueError.
-    """
+    """Return path -> policy of the outermost models of transformers inside a module; `lookup` may raise ValueError."""
     library = sys.modules.get("transformers.modeling_utils")
     found: dict[str, Policy] = {}
     for path, module in model.named_modules() if library is not None else ():

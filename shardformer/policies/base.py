@@ -201,10 +201,7 @@ class Policy(ABC):
         return self.tokens_mix_only_in_attention()
 
     def position_counter(self) -> Positions:
-        """Return a function that computes the base model's default position ids (None: the base model's rule).
-
-        Must be called before the model is partitioned.
-        """
+        """Return the default position ids' function (None: the base model's rule), before partitioning."""
         base = self.model.get_submodule(self.base_path)
         embeddings = getattr(base, "embeddings", None)
         if not hasattr(embeddings, "create_position_ids_from_input_ids"):
@@ -219,10 +216,7 @@ class Policy(ABC):
         return behind_padding
 
     def head_counts(self) -> Mapping[str, int]:
-        """Return the head counts that the tensor-parallel size must divide, by config attribute.
-
-        `num_attention_heads` comes first.
-        """
+        """Return head counts that tp_size must divide, by config attribute, `num_attention_heads` first."""
         config = self.model.config
         return {"num_attention_heads": config.num_attention_heads}
 
@@ -316,9 +310,6 @@ class Policy(ABC):
 def description_of(
     table: Mapping[str, ModulePolicyDescription], path: str, module: nn.Module
 ) -> ModulePolicyDescription | None:
-    """Return what a table by names says about the module at `path`; None if nothing.
-
-    Keys are class names, or paths if the table was lowered from a tensor-parallel plan.
-    """
+    """Return what a table by class names, or by paths as of a lowered plan, says about `path`, or None."""
     names = (path, *(cls.__name__ for cls in type(module).__mro__))
     return next((table[name] for name in names if name in table), None)

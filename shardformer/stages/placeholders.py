@@ -155,11 +155,7 @@ class _AbsentWeight(Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `function`, which asks for no value.
-
-        Raises:
-            AttributeError: it is another one, such as `sum`.
-        """
+        """Call `function`, which asks for no value; raises AttributeError if it is another one, such as `sum`."""
         if function.__name__ not in ("__get__", "__set__", "size", "dim", "numel", "type", "is_floating_point", "to"):
             raise next(each.problem for each in args if isinstance(each, cls))
         with torch._C.DisableTorchFunctionSubclass():

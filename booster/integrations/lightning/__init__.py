@@ -17,11 +17,7 @@ _HOW = "pip install 'lightning>=2.6'"
 
 
 def _installed() -> tuple[int, ...]:
-    """Return the version of Lightning, as major and minor number.
-
-    Raises:
-        ConfigurationError: if it is not installed or too old.
-    """
+    """Return Lightning's major and minor version; raises ConfigurationError if it is missing or too old."""
     try:
         found = version("lightning")
     except PackageNotFoundError:

@@ -69,11 +69,7 @@ class FabricMethods(JobMethods, ParallelStrategy):
         return self.setup_module_and_optimizers(module, [])[0]
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Raise an error: an optimizer is boosted together with its model.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Raise an error: an optimizer is boosted together with its model; raises ConfigurationError if always."""
         raise ConfigurationError(
             f"setup_optimizers() got a {type(optimizer).__name__} without its model; give both in one call, as in "
             "model, optimizer = fabric.setup(model, optimizer)"
@@ -87,11 +83,7 @@ class FabricMethods(JobMethods, ParallelStrategy):
     def backward(
         self, tensor: Tensor | tuple[Tensor, Any], module: nn.Module | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Compute gradients of a loss, a mean or (sum, count), under any layout.
-
-        Raises:
-            ConfigurationError: if no optimizer was set up, or an option cannot hold.
-        """
+        """Compute gradients of a loss, a mean or (sum, count), under any layout."""
         check_options_of_backward("fabric.backward()", args, kwargs)
         if not self._set_up:
             raise ConfigurationError(
@@ -144,11 +136,7 @@ class FabricMethods(JobMethods, ParallelStrategy):
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write a folder of that name, which opens under any layout; all ranks call it.
-
-        Raises:
-            ConfigurationError: if there are several models, or a filter would cut what is boosted.
-        """
+        """Write a folder of that name, of one model, which opens under any layout; all ranks call it."""
         model, optimizers, rest = _parts(state)
         filtered = sorted(set(filter or ()) - set(rest))
         if filtered or storage_options is not None:

@@ -123,11 +123,7 @@ def without_model(module: LightningModule) -> Iterator[None]:
 
 
 def connect(module: LightningModule, shares: ReplicaShares) -> None:
-    """Give a LightningModule methods that know its boosted model: only the model's optimizers have its gradients.
-
-    Args:
-        shares: tells whether this replica has samples of the batch under way.
-    """
+    """Give a LightningModule methods for its boosted model; `shares`: whether this replica has samples now."""
     module.log = partial(_log, module, shares)
     module.zero_grad = partial(_zero_grad, module)  # Trainer calls it before a validation; it reads `param.grad`
     module.toggle_optimizer = partial(_toggle_optimizer, module)
@@ -169,11 +165,7 @@ def _untoggle_optimizer(module: LightningModule, optimizer: Any) -> None:
 
 
 def _refuse_shards(module: LightningModule, *given: Any) -> None:
-    """Refuse a state dict of shards: it looks whole, and other code writes it to a file.
-
-    Raises:
-        ConfigurationError: if this rank has only a part of the model.
-    """
+    """Refuse a state dict of shards: it looks whole, and other code writes it to a file."""
     if _has_part(module):
         raise ConfigurationError(
             f"{type(module).__name__}.state_dict() would have this rank's part of self.{attribute_of_boosted(module)} "
@@ -222,11 +214,7 @@ def boosted_in(optimizer: Any) -> Any:
 
 
 def model_attribute(module: LightningModule) -> str:
-    """Return the name of the attribute that holds the model: all weights to train, or the only weights.
-
-    Raises:
-        ConfigurationError: if there is no such attribute, or several.
-    """
+    """Return the name of the one attribute that has all weights to train, or the only weights."""
     kind = type(module).__name__
     loose = next((name for name, param in module.named_parameters(recurse=False) if param.requires_grad), None)
     if loose is not None:

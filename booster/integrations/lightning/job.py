@@ -52,11 +52,7 @@ _CALLBACKS = {
 
 
 def check_plugin(plugin: Any) -> None:
-    """Refuse a strategy without layout.
-
-    Raises:
-        ConfigurationError: if `plugin` is missing.
-    """
+    """Refuse a strategy without layout; raises ConfigurationError if `plugin` is missing."""
     if plugin is None:
         raise ConfigurationError(
             "HybridParallelStrategy() got no plugin; give the layout, as in plugin=HybridParallelPlugin(tp_size=2)"
@@ -64,11 +60,7 @@ def check_plugin(plugin: Any) -> None:
 
 
 def check_devices(strategy: Any) -> None:
-    """Refuse numbers of devices that are not those of the job, and synchronized batch norms.
-
-    Raises:
-        ConfigurationError: both numbers.
-    """
+    """Refuse numbers of devices that are not those of the job, and synchronized batch norms."""
     devices, machines = strategy.parallel_devices or [], strategy.num_nodes
     kind = strategy.root_device.type
     if devices and devices[0].type != kind:
@@ -91,11 +83,7 @@ def check_devices(strategy: Any) -> None:
 
 
 def check_module(module: LightningModule) -> None:
-    """Refuse a LightningModule whose backward pass or compilation cannot hold.
-
-    Raises:
-        ConfigurationError: the reason, and what to use.
-    """
+    """Refuse a LightningModule whose backward pass or compilation cannot hold."""
     name = type(module).__name__
     if getattr(module, "_compiler_ctx", None) is not None:
         raise ConfigurationError(
@@ -116,11 +104,7 @@ def check_module(module: LightningModule) -> None:
 
 
 def check_callbacks(trainer: Any) -> None:
-    """Refuse callbacks that would need whole weights on each rank.
-
-    Raises:
-        ConfigurationError: the callback, the reason, and what to use.
-    """
+    """Refuse callbacks that would need whole weights on each rank."""
     for callback in trainer.callbacks:
         reason = next((why for kind, why in _CALLBACKS.items() if isinstance(callback, kind)), None)
         if reason is not None:
@@ -128,11 +112,7 @@ def check_callbacks(trainer: Any) -> None:
 
 
 def check_predictions(trainer: Any, dataloader: Any) -> None:
-    """Refuse a writer of predictions, which would be told no indices of samples.
-
-    Raises:
-        ConfigurationError: what to use.
-    """
+    """Refuse a writer of predictions, which would be told no indices of samples."""
     writer = next((each for each in trainer.callbacks if isinstance(each, callbacks.BasePredictionWriter)), None)
     if writer is not None and not isinstance(getattr(dataloader, "dataset", None), IterableDataset):
         raise ConfigurationError(
@@ -142,26 +122,14 @@ def check_predictions(trainer: Any, dataloader: Any) -> None:
 
 
 def check_options_of_backward(method: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Refuse options of `torch.Tensor.backward`, which a layout runs otherwise.
-
-    Raises:
-        ConfigurationError: if there is one.
-    """
+    """Refuse options of `torch.Tensor.backward`, which a layout runs otherwise."""
     if args or kwargs:
         given = ", ".join([*map(str, args), *kwargs])
         raise ConfigurationError(f"{method} cannot take {given} under a layout; leave it out")
 
 
 def check_loss(loss: Tensor | tuple[Tensor, Any], model: str) -> None:
-    """Refuse a loss without gradients.
-
-    Args:
-        loss: a mean, or (sum, count).
-        model: how the user calls the boosted model.
-
-    Raises:
-        ConfigurationError: if it does not depend on the model.
-    """
+    """Refuse a loss, mean or (sum, count), without gradients; `model`: how the user calls the boosted one."""
     value = loss[0] if isinstance(loss, tuple) and loss else loss
     if isinstance(value, Tensor) and not value.requires_grad:
         raise ConfigurationError(
@@ -218,11 +186,7 @@ class BoostedPrecision(trainer_plugins.Precision):
 
 
 def check_precision(given: Any, plugin: Plugin) -> None:
-    """Refuse a precision of Trainer or Fabric that is not the plugin's.
-
-    Raises:
-        ConfigurationError: the two values, and what would do.
-    """
+    """Refuse a precision of Trainer or Fabric that is not the plugin's."""
     if isinstance(given, BoostedPrecision):
         return
     precision = getattr(plugin, "precision", "fp32")
@@ -271,12 +235,7 @@ class CheckpointFolder:
     barrier: Callable[[], None]
 
     def save(self, path: Any, model: nn.Module | None, optimizers: Sequence[Any], rest: dict[str, Any]) -> None:
-        """Write a checkpoint under a temporary name, and rename it when it is complete.
-
-        Args:
-            optimizers: boosted optimizers of the model.
-            rest: what Lightning saves; a value for each key.
-        """
+        """Write model, optimizers and `rest` (what Lightning saves) under a temporary name, then rename it."""
         final, optimizers = _local(path), [boosted_in(each) for each in optimizers]
         made = final.with_name(f".{final.name}.unfinished")
         if self.writes:
@@ -296,11 +255,7 @@ class CheckpointFolder:
         self.barrier()
 
     def rest(self, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read what Lightning saved.
-
-        Raises:
-            ConfigurationError: if there is no such checkpoint.
-        """
+        """Read what Lightning saved; raises ConfigurationError if there is no such checkpoint."""
         folder = _local(path)
         if not (folder / _FILE).is_file():
             problem = "is a file of plain Lightning" if folder.is_file() else "is no checkpoint of this strategy"
@@ -315,11 +270,7 @@ class CheckpointFolder:
             raise ConfigurationError(str(error)) from None
 
     def load(self, path: Any, model: nn.Module | None, optimizers: Sequence[Any]) -> None:
-        """Load the states of a model and its optimizers.
-
-        Raises:
-            ConfigurationError: if the checkpoint has none, or that of another model.
-        """
+        """Load the states of a model and its optimizers; raises ConfigurationError if they are of another model."""
         folder, optimizers = _local(path), [boosted_in(each) for each in optimizers]
         if model is None and not optimizers:
             return
@@ -351,11 +302,7 @@ class JobMethods:
     _layer_sync: Any = None
 
     def _join(self, plugin: Plugin | None) -> None:
-        """Join the job.
-
-        Raises:
-            ConfigurationError: if `plugin` is missing.
-        """
+        """Join the job; raises ConfigurationError if `plugin` is missing."""
         check_plugin(plugin)
         launch_from_torch(seed=None)
         self.replicas = Replicas(plugin)
@@ -429,11 +376,7 @@ class JobMethods:
     # ----- data -----
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader of this replica's share of each global batch.
-
-        Raises:
-            ConfigurationError: if there are several replicas, and it is no loader of torch.
-        """
+        """Return a loader of this replica's share of each global batch; with replicas, of torch's loaders alone."""
         if not isinstance(dataloader, DataLoader):
             if self.replicas.size > 1:
                 raise ConfigurationError(
@@ -475,11 +418,7 @@ class JobMethods:
         return self.reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all replicas, stacked along a new first dim; with one replica, the tensor itself.
-
-        Raises:
-            ConfigurationError: if replicas have tensors of different shapes.
-        """
+        """Return the tensors of all replicas, of one shape, stacked along a new first dim; of one, itself."""
         if _is_everyone(group) and self.replicas.size == 1:
             return tensor
         if _is_everyone(group):
@@ -497,11 +436,7 @@ class JobMethods:
         dist.barrier(world_group())
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src` on all ranks: a plain value, a tensor, or a container of them.
-
-        Raises:
-            ConfigurationError: if it is another object; raised on all ranks.
-        """
+        """Return rank `src`'s object: a plain value, tensor, or container of them; anything else is refused."""
         is_tensor = self._broadcast_text(str(int(isinstance(obj, Tensor))), src) == "1"
         if is_tensor:
             return self._broadcast_tensor(obj, src)

@@ -82,11 +82,7 @@ class TrainerMethods(JobMethods, ParallelStrategy):
         self.model_to_device()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Call `configure_optimizers` of the LightningModule.
-
-        Raises:
-            ConfigurationError: if it makes no optimizer.
-        """
+        """Call `configure_optimizers` of the LightningModule; raises ConfigurationError if it makes no optimizer."""
         optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
         if any(isinstance(each, _MockOptimizer) for each in optimizers):
             raise ConfigurationError(
@@ -195,11 +191,7 @@ class TrainerMethods(JobMethods, ParallelStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a folder of that name, which opens under any layout; all ranks call it.
-
-        Raises:
-            ConfigurationError: if it cannot be written, or asks for another storage.
-        """
+        """Write a folder of that name, which opens under any layout; all ranks call it."""
         if storage_options is not None:
             raise ConfigurationError("storage_options says how to store a file, and a checkpoint is a folder; omit it")
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
@@ -212,11 +204,7 @@ class TrainerMethods(JobMethods, ParallelStrategy):
         return self.checkpoint_folder.rest(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the model, in training with its optimizers, and the other state of the LightningModule.
-
-        Raises:
-            ConfigurationError: if training is to continue from weights alone.
-        """
+        """Load the model, in training with its optimizers (not weights alone), and the other state."""
         module = self.lightning_module
         fits = module.trainer.state.fn == TrainerFn.FITTING
         if fits and "optimizer_states" not in checkpoint:

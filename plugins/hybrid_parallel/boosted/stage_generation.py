@@ -197,11 +197,7 @@ class StageCalls:
         return cls(None, logits, cache)  # by place: a release may rename the cache
 
     def _through(self, stages: range, run: Callable[[int, StageMessage | None], Any], key: tuple) -> Any | None:
-        """Run the stages of this rank among `stages`; return the result of the last one on its rank, None elsewhere.
-
-        Args:
-            key: determines the shapes of what is sent.
-        """
+        """Run this rank's stages among `stages`; return the last one's result on its rank; `key`: of sent shapes."""
         result, key = None, (*key, self.runtime.dtype)
         for stage in sorted(set(self.runtime.stages).intersection(stages)):
             links = self.runtime.links[stage]

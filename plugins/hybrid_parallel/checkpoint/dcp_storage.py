@@ -53,11 +53,7 @@ WrittenTensors = dict[str, list[Any]]
 
 
 def write_tensors(tensors: Mapping[str, GlobalTensor], path: Path) -> WrittenTensors:
-    """Write this rank's rectangles to one safetensors file, and return their description.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write this rank's rectangles to one safetensors file (or raise OSError); return their description."""
     writer = _Writer(path)
     _without_wrapping(lambda: dcp.save(dict(tensors), storage_writer=writer, planner=_SavePlanner(), no_dist=True))
     return writer.written

@@ -75,12 +75,7 @@ class GlobalTensor:
 
     @classmethod
     def piece(cls, spec: ShardSpec, values: Tensor, start: int = 0, stop: int | None = None) -> GlobalTensor:
-        """Wrap a range of the flattened local shard of a `spec`.
-
-        Args:
-            values: elements of the range, in any shape.
-            start, stop: the range; the whole shard by default.
-        """
+        """Wrap `values`, elements `start` to `stop` (default: all) of the flattened local shard of a `spec`."""
         stop = math.prod(spec.local_shape) if stop is None else stop
         flat = values.detach().reshape(-1)
         found = []
@@ -163,11 +158,7 @@ def _in_whole(spec: ShardSpec, offsets: Sizes, view: Tensor) -> Iterator[tuple[t
 
 
 def local_tensors(model: HybridParallelModel, unique: bool) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield (names, tensor) for each local parameter and persistent buffer, once each, with all of its names.
-
-    Args:
-        unique: skip tensors that another stage saves.
-    """
+    """Yield (all its names, tensor) for each local parameter and persistent buffer; `unique`: saved here."""
     module = model.unwrap()
     persistent = set(module.state_dict(keep_vars=True))
     groups: dict[int, tuple[list[str], Tensor]] = {}
@@ -189,11 +180,7 @@ MASTER = "master"  # key of the fp32 master of a 16-bit parameter among the opti
 
 
 def buffers_of_earlier_stages(model: HybridParallelModel, mesh: HybridMesh, group: dist.ProcessGroup) -> set[str]:
-    """Return names of persistent buffers that an earlier stage has too: every stage has the buffers of the root model.
-
-    Args:
-        group: group of all ranks.
-    """
+    """Return names of persistent buffers that an earlier stage of the `group` of all ranks has too."""
     if mesh.size("pp") == 1:
         return set()
     here = [name for names, tensor in local_tensors(model, unique=True) for name in names if not _is_parameter(tensor)]
@@ -202,11 +189,7 @@ def buffers_of_earlier_stages(model: HybridParallelModel, mesh: HybridMesh, grou
 
 
 def model_tensors(model: HybridParallelModel, mesh: HybridMesh, elsewhere: Collection[str]) -> dict[str, GlobalTensor]:
-    """Return what this rank writes: one copy of each tensor over all ranks, distributed over data-parallel replicas.
-
-    Args:
-        elsewhere: buffers that another stage writes.
-    """
+    """Return what this rank writes of one copy of each tensor, without buffers that are written `elsewhere`."""
     owned = [
         (names[0], tensor)
         for names, tensor in local_tensors(model, unique=True)
@@ -431,10 +414,7 @@ def receive(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 
 def _batched(operation: Callable[..., Any], tensors: Mapping[int, Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start to send or to receive tensors; each belongs to the peer that is its key.
-
-    As bytes, because no backend supports all dtypes. What is received must be dense in memory.
-    """
+    """Start to send or receive tensors, dense, by peer, as bytes: no backend supports all dtypes."""
     operations = [
         dist.P2POp(operation, as_bytes(tensor.view(-1)), group=group, group_peer=peer)
         for peer, tensor in tensors.items()

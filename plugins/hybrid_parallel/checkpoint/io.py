@@ -441,10 +441,7 @@ def load_model_files(model: HybridParallelModel, directory: Path, strict: bool, 
 def _match_pretrained(
     model: HybridParallelModel, directory: Path, allow_bin: bool
 ) -> tuple[Found, list[str], list[str]]:
-    """Find the local tensors in a directory as transformers does; return matches, missing names and unexpected names.
-
-    Shapes are checked before any tensor is overwritten.
-    """
+    """Match local tensors with a directory as transformers does; return matches, missing, unexpected names."""
     opened = open_directory(type(model.unwrap()), model.origin.config, directory, model.dtype, allow_bin)
     for name, in_files, in_model in opened.mismatched:
         raise WeightFileError(

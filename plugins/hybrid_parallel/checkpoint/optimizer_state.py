@@ -71,11 +71,7 @@ def optimizer_numbers(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
 
 
 def optimizer_header(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
-    """Return what is identical on all ranks: class name, parameter groups, their names, ties and loss scale.
-
-    Raises:
-        ValueError: an option of a group cannot be kept.
-    """
+    """Return what all ranks share: class, groups, their names, ties and loss scale; ValueError if not kept."""
     groups = [
         to_json({key: value for key, value in group.items() if key != "params"}, f"optimizer.param_groups[{index}]")
         for index, group in enumerate(optimizer.param_groups)

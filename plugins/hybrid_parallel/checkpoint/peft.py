@@ -215,12 +215,7 @@ class MergedAdapters:
         return [matrix for pair in self._pairs(tensor) for matrix in pair[:2]]
 
     def add(self, tensor: Tensor, values: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return a weight with the products added.
-
-        Args:
-            tensor: the parameter.
-            values: parameter -> this rank's shard of it, for the weight and all `factors`.
-        """
+        """Return a weight with the products added; `values`: parameter -> this rank's shard, for all `factors` too."""
         merged, layer = values[tensor], self._layers.get(tensor)
         for first, second, scaling in self._pairs(tensor):
             first, second = values[first], values[second]

@@ -126,11 +126,7 @@ class TensorFileWriter:
         return running
 
     def finish(self) -> None:
-        """Sync the file to disk and close it.
-
-        Raises:
-            OSError: the disk is full or has failed.
-        """
+        """Sync the file to disk and close it; raises OSError if the disk is full or has failed."""
         try:
             if self._missing:
                 raise ValueError(f"{self.path} still expects {sorted(self._missing)[:5]}")

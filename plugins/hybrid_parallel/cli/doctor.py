@@ -91,11 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sections(options: argparse.Namespace) -> list[Section]:
-    """Return the sections on optimisations, and on links between ranks.
-
-    Raises:
-        ConfigurationError: the mesh sizes do not match the number of ranks, or ranks do not respond.
-    """
+    """Return the sections on optimisations, and on links between ranks; refuses a mesh that does not fit."""
     place = place_from_environment(os.environ)
     own = _optimisations() if place.rank == 0 else []
     in_a_job = place.world_size > 1

@@ -206,12 +206,7 @@ def timeline_text(timeline: Timeline) -> str:
 
 
 def to_trace(timeline: Timeline, unit_us: float = 1.0) -> dict[str, Any]:
-    """Return trace events for `chrome://tracing` and ui.perfetto.dev.
-
-    Args:
-        timeline: timeline to convert.
-        unit_us: microseconds per unit of the timeline.
-    """
+    """Return trace events for `chrome://tracing` and ui.perfetto.dev; `unit_us`: microseconds per unit."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
         for rank in range(len(timeline.ranks))

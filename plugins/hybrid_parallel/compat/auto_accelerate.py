@@ -240,11 +240,7 @@ class AccelerateOptions:
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> AccelerateOptions:
-        """Create the options from a mapping of names to values.
-
-        Raises:
-            ConfigurationError: there is no such option; the message suggests the nearest name.
-        """
+        """Create the options by name; raises ConfigurationError with the nearest name for one that does not exist."""
         check_names(options, [each.name for each in fields(AccelerateOptions)], "auto_accelerate")
         return AccelerateOptions(**options)
 
@@ -277,10 +273,7 @@ class Trial:
 
 
 def seconds_of(options: Mapping[str, Any], trial: Trial) -> float | None:
-    """Measure the median seconds of a step on the slowest rank; None if the layout fails on any rank.
-
-    All ranks must call this.
-    """
+    """Measure the median seconds of a step on the slowest rank; None if any rank fails. All ranks call it."""
     try:
         times = _run(options, trial)
     except (ConfigurationError, torch.OutOfMemoryError, RuntimeError) as error:
@@ -468,10 +461,7 @@ def _find(
 
 
 def _different(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Select `count` layouts, first the best of each combination of mesh and sequence parallelism.
-
-    Layouts of the same combination differ by less than the error of the prediction.
-    """
+    """Select `count` layouts, first the best of each mesh: those of one differ by less than the prediction errs."""
     names = ("sharding_size", "stage_cnt", "enable_sequence_parallelism")
     firsts: dict[tuple, dict[str, Any]] = {}
     for row in rows:

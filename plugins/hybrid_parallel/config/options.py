@@ -126,11 +126,7 @@ _PRECISIONS = {
 
 
 def conflicts_with_reproducible(options: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each option that `reproducible=True` refuses.
-
-    Args:
-        options: all options of the plugin, by name.
-    """
+    """Return one sentence for each of all options of the plugin that `reproducible=True` refuses."""
     problems = [
         f"{name}={options[name]!r} {why}, so that reproducible=True refuses it; use {name}={needed!r}, or "
         "reproducible=False"
@@ -509,11 +505,7 @@ _COMMAS = re.compile(r",(?![^\[{(]*[\]})])")  # outside of brackets
 
 
 def options_of_text(text: str) -> dict[str, Any]:
-    """Convert a layout as text to options of `HybridParallelPlugin`.
-
-    Args:
-        text: `option=value,…`; sizes may be called tp, pp, sp, cp, ep and dp. `sp` also turns sequence parallelism on.
-    """
+    """Convert `option=value,…` to plugin options; sizes may be tp, pp, sp (turns sequences on), cp, ep, dp."""
     options: dict[str, Any] = {}
     for part in _COMMAS.split(text):
         name, _, value = (word.strip() for word in part.partition("="))

@@ -84,11 +84,7 @@ def check_batch_of_replica(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
 
 
 def check_loss(loss: Tensor, mesh: HybridMesh, what: str = "loss") -> None:
-    """Compare a loss that the user computed, or its count, across the ranks of a replica.
-
-    Raises:
-        ConfigurationError: the loss differs; raised on all of these ranks.
-    """
+    """Compare a loss that the user computed, or its count, across a replica; ConfigurationError if it differs."""
     tolerance = 1e-5 if loss.dtype.itemsize > 2 else 1e-2
     for axis in (axis for axis in ("cp", "tp", "pp") if mesh.size(axis) > 1):
         found = all_gather_json([mesh.place, float(loss)], mesh.group(axis))
@@ -104,11 +100,7 @@ def check_loss(loss: Tensor, mesh: HybridMesh, what: str = "loss") -> None:
 
 
 def check_kind(kind: Enum, mesh: HybridMesh) -> None:
-    """Compare what the scripts of all replicas give for the loss: a mean, or (sum, count).
-
-    Raises:
-        ConfigurationError: it differs; raised on all of these ranks.
-    """
+    """Compare what the replicas give for the loss, a mean or (sum, count); ConfigurationError if it differs."""
     found = all_gather_json([mesh.place, kind.value], mesh.group("dp")) if mesh.size("dp") > 1 else []
     for place, value in found:
         if value != found[0][1]:
@@ -197,11 +189,7 @@ def _first_difference(found: list[list[Any]]) -> str:
 
 @contextmanager
 def naming_entry(batch: Mapping[str, Any]) -> Iterator[None]:
-    """Add the batch entry and position to an out-of-vocabulary error raised by a pass over `batch`.
-
-    Raises:
-        OutOfVocabularyError: the original error, with its position in the batch.
-    """
+    """Add the batch entry and position to an OutOfVocabularyError raised by a pass over `batch`."""
     try:
         yield
     except OutOfVocabularyError as error:
@@ -212,10 +200,7 @@ def naming_entry(batch: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _entry_with(error: OutOfVocabularyError, batch: Mapping[str, Any]) -> str | None:
-    """Return the entry and position that hold the index.
-
-    Labels are searched first for a label error and last otherwise, because decoder inputs may be made of labels.
-    """
+    """Return entry and position of the index: labels first for their error, else last (decoder inputs copy them)."""
     names = sorted(batch, key=lambda name: ("label" in name) != (error.kind == "label"))
     for name in names:
         value = batch[name]
@@ -232,12 +217,7 @@ _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_
 
 
 def check_shareable(dataloader: DataLoader, rank: int, world_size: int) -> None:
-    """Refuse a loader that cannot be sharded, or is sharded differently from the layout.
-
-    Args:
-        dataloader: the user's loader.
-        rank, world_size: position on the data-parallel axis.
-    """
+    """Refuse a loader that cannot be sharded, or is by other than the data-parallel `rank` and `world_size`."""
     kind = type(dataloader)
     if kind.__iter__ is not DataLoader.__iter__:
         raise ConfigurationError(
@@ -413,11 +393,7 @@ class Loading:
                 self.order.load_state_dict(from_json(state))
 
     def shard(self, dataloader: DataLoader) -> ShardedDataLoader:
-        """Return a loader of this rank's share; all ranks must call it.
-
-        Raises:
-            ConfigurationError: the loader cannot be sharded, or the data differs between ranks.
-        """
+        """Return a loader of this rank's share; all ranks call it; refuses one that cannot be sharded or differs."""
         # Imported here to defer the import of accelerate.
         from plugins.hybrid_parallel.data.dataloader import shard_dataloader_on_all_ranks
 

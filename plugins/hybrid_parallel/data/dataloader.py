@@ -186,18 +186,12 @@ class ShardedDataLoader(DataLoaderShard):
 
     @property
     def _is_over(self) -> bool:
-        """Whether all batches of the epoch were handed out.
-
-        A loop that takes exactly `len(loader)` batches leaves the iterator just before its end.
-        """
+        """Whether all batches were handed out; `len(loader)` of them leave the iterator just before its end."""
         place = self._place
         return place.has_ended or (not isinstance(self.dataset, IterableDataset) and 0 < place.position == len(self))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also in a sampler or dataset that has `set_epoch`.
-
-        The user has to call it, as with torch's loader.
-        """
+        """Set the next epoch, as the user has to, also in a sampler or dataset that has `set_epoch`."""
         self._move_to(epoch)
         super().set_epoch(epoch)
 

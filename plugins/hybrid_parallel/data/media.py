@@ -200,11 +200,7 @@ class _Items:
                 yield name, value
 
     def of_samples(self, marks: Tensor | None, rows: int) -> Tensor:
-        """Return the number of items of each sample, [rows].
-
-        Args:
-            marks: [rows, seq], whether a token stands for an item; None if the batch does not tell.
-        """
+        """Return the items of each sample, [rows]; `marks`: [rows, seq], where a token is one; None if unknown."""
         if marks is not None:
             ends, bounds = marks.sum(-1).cumsum(0) * int(self.sizes.sum()), self.sizes.cumsum(0) * int(marks.sum())
             if torch.isin(ends, torch.cat([bounds.new_zeros(1), bounds])).all():

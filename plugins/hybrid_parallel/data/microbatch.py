@@ -127,11 +127,7 @@ def _tokens(value: Any, start: int, end: int, length: int) -> Any:
 
 
 def _pieces(path: str, value: Any, rows: int, num_pieces: int) -> Sequence[Any]:
-    """Return an entry's part for each micro-batch.
-
-    Raises:
-        ConfigurationError: its tensors have neither a row for each sample nor are shared by all.
-    """
+    """Return an entry's part for each micro-batch; refuses tensors with neither a row a sample nor shared ones."""
     name = path.rpartition(".")[2]
     if isinstance(value, Tensor):
         dim = _sample_dim(name, value, rows)
@@ -190,10 +186,7 @@ def _holds_tensors(value: Any, depth: int = 4) -> bool:
 
 
 def _is_list_of_samples(name: str, value: Any, rows: int) -> bool:
-    """Return whether a value lists something of each sample, as the targets of a detector.
-
-    A tuple may also be one of tensors of all samples each.
-    """
+    """Return whether a list, or a tuple, has something of each sample, as the targets of a detector."""
     if not isinstance(value, list | tuple) or len(value) != rows or hasattr(value, "_fields"):
         return False
     return isinstance(value, list) or (_holds_tensors(value) and not _has_samples(name, value, rows))
@@ -261,11 +254,7 @@ def stand_in(
 
 
 def without_rows(nested: Any, rows: int | None = None) -> Any:
-    """Return a batch, or outputs, of the same type and with no samples.
-
-    Args:
-        rows: samples of a batch, whose lists with an item for each sample are then empty too; None keeps all lists.
-    """
+    """Return a batch, or outputs, without samples; `rows`: of samples whose lists are then empty; None keeps them."""
     if isinstance(nested, Tensor):
         return nested[:0] if nested.dim() else nested
     inner = inner_values(nested)
@@ -379,10 +368,7 @@ def packed_row(batch: Mapping[str, Any], head_loss: HeadLoss, has_labels: bool =
 
 
 def _crosses(labels: Tensor, batch: Mapping[str, Any], lasts: Tensor) -> bool:
-    """Return whether a label [1, seq] of a document's last token is the next document's first token.
-
-    Labels that the batch gives for the tokens themselves stay with their tokens.
-    """
+    """Return whether a label [1, seq] of a document's last token is the next document's first token."""
     given = [batch[name] for name in ("labels", SHIFTED) if isinstance(batch.get(name), Tensor)]
     if any(labels is each for each in given):
         return False

@@ -275,10 +275,7 @@ class ReplicaCollate:
                     self._numbers.setdefault(id(generator), ReplicaNumbers(generator, self.rank))
 
     def _states(self) -> dict[str, Any]:
-        """Return generator states by owner.
-
-        With one replica, the user's own generators are left out: they draw as in a plain script.
-        """
+        """Return generator states by owner; of one replica, without the user's own, which draw as in a plain script."""
         held = generators_of(self.collate_fn, self.dataset) if self.world_size > 1 else []
         return default_states() | {_OWN: [state_of_generator(generator.get_state()) for generator in held]}
 
@@ -305,10 +302,7 @@ class ReplicaCollate:
         )
 
     def _is_first_process(self) -> bool:
-        """Return whether this is the first process of all ranks and workers.
-
-        Workers of later epochs do not know whether the warning was given, so they do not count.
-        """
+        """Return whether this is the first process of all ranks and workers; workers of later epochs do not count."""
         worker = get_worker_info()
         is_first = worker is None or (worker.id == 0 and not self._has_begun)
         return is_first and (not dist.is_initialized() or dist.get_rank() == 0)

@@ -168,10 +168,7 @@ def _group_of_one(grid: torch.Tensor, groups: Mapping[str, ProcessGroup]) -> Pro
 
 
 def control_group() -> ProcessGroup:
-    """Return a CPU group of all ranks for agreement outside of training, whose messages must not mix with it.
-
-    All ranks of the world must call this.
-    """
+    """Return a CPU group of all ranks for agreement outside of training; all ranks must call it."""
     return ProcessGroups.of_world().get_or_create(
         "control", lambda: dist.new_group(backend="gloo", timeout=world_timeout())
     )
@@ -183,10 +180,7 @@ def pipelines_of(device_mesh: DeviceMesh) -> list[list[int]]:
 
 
 def link_group(mesh: HybridMesh, *link: object) -> ProcessGroup:
-    """Return the pipeline's group for one `link`, so that messages of two ranks on several links do not queue up.
-
-    All ranks of the world must call this.
-    """
+    """Return the pipeline's group of one `link`, whose messages do not queue with others; all ranks call it."""
     return mesh.later_groups.get_or_create(("link", *link), lambda: _own_group(pipelines_of(mesh.device_mesh), "pp"))
 
 
@@ -221,10 +215,7 @@ def shard_groups(mesh: HybridMesh, axis: str, num_shards: int) -> tuple[ProcessG
 
 
 def stage_group(mesh: HybridMesh) -> ProcessGroup:
-    """Return the group of the ranks of this pipeline stage: the tensor-parallel ranks of all replicas.
-
-    All ranks of the world must call this.
-    """
+    """Return the group of this stage's tensor-parallel ranks of all replicas; all ranks must call it."""
     if mesh.size(DP_CP) == 1:
         return mesh.group("tp")
     if mesh.size("tp") == 1:
@@ -251,10 +242,7 @@ def block_group(mesh: HybridMesh, count: int, use: Callable[[Tensor], Tensor], s
 
 
 def tied_group(mesh: HybridMesh, stages: tuple[int, ...]) -> ProcessGroup | None:
-    """Return the group of this pipeline's ranks at `stages`, which hold the same tied parameter; None elsewhere.
-
-    All ranks of the world must call this.
-    """
+    """Return this pipeline's ranks at `stages`, with one tied parameter; None elsewhere; all ranks call it."""
     pipelines = pipelines_of(mesh.device_mesh)
     others = [stage for stage in range(mesh.size("pp")) if stage not in stages]
     # The other stages get a group too: torch names locally synchronised groups (the copies of key/value heads) by the
@@ -325,12 +313,7 @@ def _announce(grid: torch.Tensor, machines: Sequence[str]) -> None:
 
 
 def line_of(grid: torch.Tensor, machines: Sequence[str]) -> str:
-    """Describe a grid: the sizes of its axes, and which of them stay inside a machine.
-
-    Args:
-        grid: the ranks as [pp, dp, cp, tp].
-        machines: the machine of each rank.
-    """
+    """Describe the axes of `grid`, the ranks as [pp, dp, cp, tp], and which stay inside a machine."""
     used = [axis for axis, size in zip(AXES, grid.shape, strict=True) if size > 1]
     sizes = [f"{axis} {grid.shape[AXES.index(axis)]}" for axis in used]
     count = len(set(machines))
@@ -343,12 +326,7 @@ def line_of(grid: torch.Tensor, machines: Sequence[str]) -> str:
 
 
 def warning_of(grid: torch.Tensor, machines: Sequence[str]) -> str | None:
-    """Return a sentence if a tensor-parallel group crosses machines, with what would not; None otherwise.
-
-    Args:
-        grid: the ranks as [pp, dp, cp, tp].
-        machines: the machine of each rank.
-    """
+    """Return a sentence if a tensor-parallel group of `grid`, [pp, dp, cp, tp], crosses `machines`; else None."""
     crossing = _first_crossing(grid, "tp", machines)
     if crossing is None:
         return None
@@ -529,14 +507,7 @@ def claim_device() -> torch.device:
 
 
 def check_own_device(identifiers: list[str | None]) -> None:
-    """Check that each rank has a GPU of its own.
-
-    Args:
-        identifiers: UUID of each rank's GPU; None if unknown.
-
-    Raises:
-        ConfigurationError: two ranks have the same one.
-    """
+    """Check by UUIDs (None if unknown) that each rank has a GPU of its own; ConfigurationError if not."""
     first: dict[str, int] = {}
     for rank, identifier in enumerate(identifiers):
         if identifier is None:

@@ -425,12 +425,7 @@ class Neighbours:
                 self.target |= {rank: there[position % len(there)] for position, rank in enumerate(row)}
 
     def exchange(self, piece: Piece, directory: Path) -> None:
-        """Send this rank's piece, and keep those of others; all ranks call this together.
-
-        Args:
-            piece: complete piece of this rank.
-            directory: pieces of this machine.
-        """
+        """Send this rank's complete `piece`, and keep those of others in `directory`; all ranks call this."""
         if not self.target:
             return
         sources = [rank for rank, target in self.target.items() if target == self._rank]

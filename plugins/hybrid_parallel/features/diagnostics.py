@@ -80,11 +80,7 @@ class SynchronyCheck:
         self._last_good: int | None = None
 
     def run(self, optimizers: Sequence[HybridParallelOptimizer]) -> None:
-        """Compare the ranks; must be called on all of them.
-
-        Raises:
-            SynchronyError: if ranks differ; raised on all ranks, with the first difference.
-        """
+        """Compare the ranks, on all of them; raises SynchronyError on all, with the first difference."""
         if dist.get_world_size() == 1:
             return
         with self.model.summon_full_params(writeback=False):

@@ -63,11 +63,7 @@ class Feature:
         self.config = config
 
     def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: HybridMesh) -> None:
-        """Refuse what does not fit, before anything is changed; all ranks call this.
-
-        Raises:
-            ConfigurationError: with the reason, and what would do.
-        """
+        """Refuse what does not fit by a ConfigurationError, before anything is changed; all ranks call this."""
 
     def prepare(self, model: nn.Module) -> None:
         """Change the whole model, before it is sharded."""
@@ -108,11 +104,7 @@ FEATURES: tuple[tuple[str, Callable[[HybridParallelConfig, nn.Module], Any]], ..
 
 
 def features_of(config: HybridParallelConfig, model: nn.Module) -> tuple[Feature, ...]:
-    """Return the features of a job, in the order of `FEATURES`.
-
-    Args:
-        model: what is trained; some features are due to what it contains.
-    """
+    """Return the features of a job, in the order of `FEATURES`; some are due to what the `model` contains."""
     found = []
     for path, has in FEATURES:
         if has(config, model):
@@ -151,11 +143,7 @@ def tensor_group_of_job(model: nn.Module, config: HybridParallelConfig, mesh: Hy
 
 
 def checkpoints_of_job(mesh: HybridMesh, plans: Any) -> CheckpointIO:
-    """Return what saves and loads checkpoints; in an elastic job, snapshots in memory too.
-
-    Args:
-        plans: those of `options_of_job`.
-    """
+    """Return what saves and loads checkpoints; in an elastic job, in memory too; `plans`: of `options_of_job`."""
     # Imported here, because torch's checkpoint modules take half as long to import as torch itself.
     from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
 

@@ -67,11 +67,7 @@ def _fp8_kernels(model: nn.Module) -> set[Float8]:
 
 
 def check_fp8(device: torch.device, recipe: str) -> None:
-    """Check that a device has the FP8 products of a recipe.
-
-    Raises:
-        ConfigurationError: it has none.
-    """
+    """Check that a device has the FP8 products of a recipe; raises ConfigurationError if it has none."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

@@ -45,10 +45,7 @@ class RecomputedLayer(nn.Module):
 
 
 def layers_without_recomputation(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of the model's lists if transformers cannot recompute them one by one; else none.
-
-    The lists are those that pipeline stages are cut from.
-    """
+    """Return the layers that stages are cut from, if transformers cannot recompute them one by one; else none."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     try:
@@ -139,10 +136,7 @@ def _is_of_tokens(child: nn.Module) -> bool:
 
 
 def tile_feed_forwards(model: nn.Module) -> int:
-    """Run the feed-forwards of a sharded model in tiles; return their number.
-
-    One whose tokens a module around it gathers stays whole.
-    """
+    """Run feed-forwards in tiles but where a module around gathers the tokens; return their number."""
     tiled = {}
     for module in model.modules():
         if "forward" in vars(module) or not is_feed_forward(module):

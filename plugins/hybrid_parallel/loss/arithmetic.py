@@ -115,10 +115,7 @@ def scaled(share: Tensor, scale: float) -> Tensor:
 
 
 def share_of_counted(total: Tensor, divisor: Tensor, scale: float) -> Tensor:
-    """Return this replica's term of a (sum, count), its sum / `divisor` (0-d), times the loss scale.
-
-    One factor, since the scale alone is above the largest number in fp16.
-    """
+    """Return this replica's sum / `divisor` (0-d) times the loss scale; one factor, as the scale exceeds fp16."""
     total = total.to(torch.promote_types(total.dtype, torch.float32))
     return total * (scale / divisor).to(total)
 

@@ -316,11 +316,7 @@ class LossChoice:
         return ChosenLoss(LossSource.MODEL, reason, compares=compares_samples(self.model, batch))
 
     def step_loss(self, chosen: ChosenLoss, microbatches: Microbatches, batch: Mapping[str, Any]) -> StepLoss:
-        """Return the loss of a step over `microbatches`, the parts of `batch`.
-
-        Raises:
-            ConfigurationError: if the loss cannot be combined from these parts; raised on all ranks.
-        """
+        """Return the loss of a step over `microbatches`; refused on all ranks if these parts do not add up to it."""
         loss = self._step_loss(chosen, microbatches, batch)
         loss.adds_exactly = self.adds_exactly
         if self.adds_exactly and isinstance(loss, ContrastiveStepLoss):
@@ -364,10 +360,7 @@ class LossChoice:
         return routers_are_asked(self.model, batch)
 
     def balance_without_labels(self, microbatches: Microbatches) -> RouterBalance | None:
-        """Return the auxiliary loss of a batch without labels, which a loss of the user's own may add.
-
-        None if no rank can have what it is computed from.
-        """
+        """Return the auxiliary loss of a batch without labels, which the user's may add; None if no rank has it."""
         routers = None if self.head_loss is None else self.head_loss.routers
         return None if routers is None or not routers.adds_up else self._router_balance(microbatches)
 

@@ -76,11 +76,7 @@ class StepLoss:
         self.shares: list[tuple[int, Tensor]] = []  # (micro-batch, its share of the loss)
 
     def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which the heads of `model` produce the logits that this loss reads.
-
-        Args:
-            keeps_outputs: whether the outputs of the pass may also be kept.
-        """
+        """Return a context in which heads of `model` make the logits this reads; `keeps_outputs`: of the pass too."""
         return parallel_logits(model) if self.reads_parallel_logits else nullcontext()
 
     def share(self, outputs: Any, index: int) -> Tensor | None:

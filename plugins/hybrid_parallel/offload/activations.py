@@ -43,11 +43,7 @@ class KeptTensor:
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def read(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it has changed in place; autograd leaves this check to whoever keeps saved tensors.
-        """
+        """Return the tensor; RuntimeError if it changed in place: autograd leaves this check to who keeps it."""
         self.check()
         return self.tensor
 
@@ -88,11 +84,7 @@ class SavedTensor(KeptTensor):
         return self._shape
 
     def read(self) -> Tensor:
-        """Return the tensor, from memory or from its copy.
-
-        Raises:
-            RuntimeError: it has changed in place.
-        """
+        """Return the tensor, from memory or from its copy; raises RuntimeError if it has changed in place."""
         self.check()
         data = self.storage.read(self)
         if data is None:

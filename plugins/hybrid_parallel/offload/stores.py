@@ -52,24 +52,13 @@ class PagedFile(SharedSegment):
         super().__init__(open_unnamed(directory, option))
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Allocate [count] zeros at the start of a page.
-
-        Raises:
-            ConfigurationError: if the file system has no space for them.
-        """
+        """Allocate [count] zeros at the start of a page, or raise a ConfigurationError if the disk is full."""
         tensor = super().empty(count, dtype)
         self._allocate(self.place(tensor), _size(tensor))
         return tensor
 
     def reserve(self, size: int) -> None:
-        """Take space on the disk for what is going to be allocated, so that it cannot be missing in mid-step.
-
-        Args:
-            size: bytes.
-
-        Raises:
-            ConfigurationError: if the file system has less space.
-        """
+        """Take `size` bytes of the disk in advance, or raise a ConfigurationError, so that none lack in mid-step."""
         if size > 0:
             self._allocate(self._extent_start + self._extent_used, size)
 

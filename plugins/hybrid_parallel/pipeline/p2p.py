@@ -221,11 +221,7 @@ class Channel:
         self._sends = [(work, tensor) for work, tensor in self._sends if not work.is_completed()]
 
     def flush(self) -> None:
-        """Wait until every send is complete.
-
-        Raises:
-            RuntimeError: if the neighbour did not take one; the error names the sender and what it sent.
-        """
+        """Wait until every send is complete; RuntimeError, naming sender and message, if the neighbour took none."""
         for work, _ in self._sends:
             try:
                 work.wait()

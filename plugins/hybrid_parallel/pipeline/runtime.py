@@ -202,12 +202,7 @@ class PassState:
         return links.gradients_in.prepare_receive(self.keys[index], index, specs)
 
     def execute(self, turns: Sequence[Turn], observer: BackwardPasses | None = None) -> None:
-        """Execute some turns of the pass.
-
-        Args:
-            turns: of this rank's schedule, from `PipelineRuntime.turns` or `phases`.
-            observer: told of every backward action.
-        """
+        """Execute some `turns` of this rank's schedule; `observer`: told of every backward action."""
         runtime, recorder = self.runtime, self.runtime.recorder
         last = {turn.action.stage: turn.action for turn in turns if turn.action.kind is not Kind.FORWARD}
         for position, turn in enumerate(turns):

@@ -132,14 +132,7 @@ class Turn:
 
 
 def order_messages(tables: Sequence[Sequence[Action]]) -> list[list[Turn]]:
-    """Return the turns of each rank. Messages between stages of one rank are left out.
-
-    Args:
-        tables: the actions of each rank.
-
-    Raises:
-        ValueError: if the ranks wait for each other forever.
-    """
+    """Return each rank's turns without messages inside a rank; ValueError if the actions in `tables` deadlock."""
     timeline = simulate(tables, lambda action: _DURATIONS[action.kind])
     rank_of = {action: rank for rank, table in enumerate(tables) for action in table}
     sent = sorted((timed for rank in timeline.ranks for timed in rank), key=_time_of_message)

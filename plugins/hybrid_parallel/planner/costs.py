@@ -139,10 +139,7 @@ class StageCost:
 
     @staticmethod
     def of(layers: Sequence[tuple[PartCost, int]], gaps: Sequence[tuple[PartCost, int]], output: float) -> StageCost:
-        """Add up the parts of a stage, given as pairs (cost, number of runs).
-
-        The backward pass has an input half and a weight half; the latter is at most 60 % of it.
-        """
+        """Add up a stage's (cost, number of runs); the weight half of a backward pass is at most 60 % of it."""
         cost = added([*gaps, *layers])
         late = min(cost.weights, 0.6 * cost.backward)
         seconds = {

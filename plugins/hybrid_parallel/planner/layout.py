@@ -119,11 +119,7 @@ class Layout:
 
     @cached_property
     def config(self) -> HybridParallelConfig:
-        """The layout as validated options.
-
-        Raises:
-            ConfigurationError: this version does not support the layout.
-        """
+        """The layout as validated options; raises ConfigurationError if this version does not support the layout."""
         return HybridParallelConfig.from_options(**self.options())
 
     def description(self) -> dict[str, Any]:

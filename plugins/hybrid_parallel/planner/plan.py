@@ -283,10 +283,7 @@ def plan_for(build: Callable[[], nn.Module], job: Job, device: Device | None) ->
 
 @random_numbers_apart()
 def plan_apart(build: Callable[[], nn.Module], job: Job, device: Device | None) -> Plan:
-    """Run `plan_for` in a separate process and return its plan.
-
-    A rank of a running job needs this, because the planner simulates other ranks with a process group of its own.
-    """
+    """Run `plan_for` in another process: in a running job, the ranks it simulates need a process group."""
     calibration = measured_for(build, job) if device is None else None
     ((plan, _),) = run_on_local_ranks(_search_alone, 1, build, job, device, calibration, timeout_s=_TIMEOUT_S)
     return plan

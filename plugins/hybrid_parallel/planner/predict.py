@@ -207,11 +207,7 @@ class Predictor:
         return Prediction(layout, memory, rank, self._seconds(placed, exact), self._flops(layout))
 
     def memories(self, layout: Layout) -> list[Memory]:
-        """Return the memory of each rank of the first pipeline.
-
-        Raises:
-            ConfigurationError: the layout does not suit this model, or this version does not support it.
-        """
+        """Return the memory of each rank of the first pipeline; ConfigurationError if the layout cannot be."""
         return self._memories(self._place(layout))
 
     def _place(self, layout: Layout) -> _Placed:
@@ -263,10 +259,7 @@ class Predictor:
     def _stage_cost(
         self, layout: Layout, kept: tuple[Part, ...], again: tuple[Part, ...], gaps: tuple[Part, ...]
     ) -> StageCost:
-        """Return the cost of a stage that saves the activations of the layers `kept` and recomputes the layers `again`.
-
-        Results are cached, because most stages are equal.
-        """
+        """Return the cached cost of a stage that saves activations of layers `kept` and recomputes those `again`."""
         by_operators = layout.recomputation == "operators"
         cut = (layout.tp_size, layout.cp_size, layout.ep_size, layout.sequence)
         key = (*cut, layout.rows, by_operators, kept, again, gaps)

@@ -189,11 +189,7 @@ class Profiler:
         return Profile(self.rows, costs, local, buffers)
 
     def parameters(self, tp_size: int, sequence: bool, ep_size: int) -> dict[str, LocalParameter]:
-        """Return the shards of rank 0 under expert parallelism, whose passes are not profiled: they read values.
-
-        Raises:
-            ConfigurationError: the experts cannot be sharded like this.
-        """
+        """Return rank 0's shards under expert parallelism, not profiled (passes read values); refuses experts uncut."""
         with fake_rank(0, tp_size * ep_size):
             model, _, _ = build_proxy_model(self.build, self._config(tp_size, sequence, ep_size))
             return self._locals(model)

@@ -390,12 +390,7 @@ class QuantisedBase:
         return tuple(get_keys_to_not_convert(model))
 
     def stored_bytes(self, elements: int, outputs: int) -> int:
-        """Return the bytes of a weight, or of a rank's shard, with its scales and tables.
-
-        Args:
-            elements: number of values.
-            outputs: number of its output features.
-        """
+        """Return the bytes of a weight or shard with scales and tables; `outputs`: its number of output features."""
         if self.kind == "int8":
             return elements + 4 * outputs
         scales = -(-elements // _BLOCK)
@@ -424,12 +419,7 @@ def quantised_by(config: Any, kind: str | None = None) -> QuantisedBase | None:
 
 
 def with_adapter(build: Callable[[], nn.Module], adapter: Any) -> Callable[[], nn.Module]:
-    """Return a function that builds a model with an adapter of peft.
-
-    Args:
-        build: builds the base.
-        adapter: a `PeftConfig`.
-    """
+    """Return a function that builds the model of `build` with an adapter of peft, a `PeftConfig`."""
     return partial(_adapted, build, adapter)
 
 

@@ -35,11 +35,7 @@ _COLORS = ("#4c78a8", "#72b7b2", "#54a24b", "#f58518", "#e45756", "#bab0ac", "#b
 
 
 def to_text(plan: Plan, device: Device, tokens: float, top: int) -> str:
-    """Format the best `top` layouts as a table, followed by the reasons why others were rejected.
-
-    Args:
-        tokens: tokens of a step.
-    """
+    """Format the best `top` layouts as a table, and why others were rejected; `tokens`: tokens of a step."""
     if not plan.ranked:
         return _reasons(plan.rejected)
     header = ("", "layout", "memory", "step", "tokens/s", "MFU", "comm", "bubble")
@@ -245,10 +241,7 @@ def copy_seconds(prediction: Prediction, device: Device) -> float:
 
 
 def speed_of(layout: Layout, device: Device) -> Callable[[int], float]:
-    """Return the function: machines that work -> speed of training with the replicas that fit on them.
-
-    The global batch stays, so that each replica that is left runs more micro-batches.
-    """
+    """Return machines that work -> speed; replicas that are left run more micro-batches of the global batch."""
     node_size = min(device.node_size, layout.world_size)
     of_replica = layout.world_size // layout.dp_size
     total, ramp = layout.num_microbatches * layout.dp_size, layout.pp_size - 1

@@ -110,11 +110,7 @@ class ModelMap:
         return [] if self.policy is None else layer_lists(self.model, self.policy.base_path, self.policy.stages)
 
     def stages(self, count: int) -> list[StageParts]:
-        """Return the stages of a pipeline with `count` stages, partitioned as `boost` does it.
-
-        Raises:
-            ConfigurationError: the model cannot be split into that many stages.
-        """
+        """Return the `count` stages that `boost` makes; ConfigurationError if the model has not so many."""
         if count not in self._stages:
             try:
                 self._stages[count] = self._cut(count) if count > 1 else [self._whole()]

@@ -91,12 +91,7 @@ def _in_one_call(name: str, whole: Callable, by_tiles: Callable, x: Tensor, othe
 
 
 def _product(name: str, func: Callable[[Tensor, Tensor], Tensor], x: Tensor, other: Tensor) -> Tensor:
-    """Return `func(x, other)` with the bits of tiles of rows.
-
-    Args:
-        name: of the operation.
-        x: [..., rows, features].
-    """
+    """Return `func(x, other)` with the bits of tiles of rows; `name`: of the operation; `x`: [..., rows, features]."""
     count = x.shape[-2]
     if count == 0:
         return func(x, other)
@@ -222,11 +217,7 @@ def _attention(
 
 
 def _groups(visible: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield some queries that see the same first key, and the keys from there to the last that one of them sees.
-
-    Args:
-        visible: [queries, keys].
-    """
+    """Yield queries that see one first key, and the keys up to their last; `visible`: [queries, keys]."""
     places, length = visible.to(torch.uint8), visible.shape[1]
     first = torch.where(visible.any(1), places.argmax(1), length).tolist()
     ends = (length - places.flip(1).argmax(1)).tolist()

@@ -190,11 +190,7 @@ class Units:
         return max(units) if replicas_wait else units[rank]
 
     def refuse_sums(self) -> None:
-        """Refuse a loss (sum, count), of which each replica has a sum of its own.
-
-        Raises:
-            ConfigurationError: if there are several replicas.
-        """
+        """Refuse a loss (sum, count) of several replicas, each of which has a sum of its own."""
         if self._mesh.size(DP_CP) > 1:
             raise ConfigurationError(
                 "booster.backward got (sum, count), whose sums over replicas round in another way than that of all, so "
@@ -258,11 +254,7 @@ class Reproducible(Feature):
         parts.bucket, parts.reducer = ExactBucket, ExactReducer
 
     def finished(self, model: HybridParallelModel) -> None:
-        """Have the modules of all stages of this rank draw by unit, and use tied parameters separately.
-
-        Raises:
-            ConfigurationError: if stages share layers.
-        """
+        """Have modules of this rank draw by unit, and use tied parameters apart; refuses stages that share layers."""
         check_names_of_tied(model.tied, model.unwrap(), model.origin.aliases)
         runtime, modules = model.runtime, []
         for stage in runtime.stages:
@@ -419,11 +411,7 @@ def separate_use(parameter: Tensor) -> Tensor:
 
 
 def separate_uses(modules: Collection[tuple[str, nn.Module]]) -> None:
-    """Give modules that share a parameter aliases of it, in each of their calls that trains.
-
-    Args:
-        modules: all names of all modules of this rank's stages, with their modules.
-    """
+    """Give `modules` (name -> module, of this rank) that share a parameter aliases of it in training calls."""
     # A module with several names is called by each of them.
     names = Counter(module for _, module in set(modules))
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
@@ -463,11 +451,7 @@ def tensor_group(model: nn.Module, config: HybridParallelConfig, mesh: HybridMes
 
 
 def _num_sequence_blocks(model: nn.Module, config: HybridParallelConfig, count: int) -> int:
-    """Return the number of blocks of each sequence, which must not depend on the layout.
-
-    Args:
-        count: number of blocks of the layers.
-    """
+    """Return the number of blocks of each sequence, whatever the layout; `count`: blocks of the layers."""
     asked = config.debugging.reproducible_sequence_blocks
     if asked == 1 or (asked is None and count == 1):
         return 1
@@ -509,11 +493,7 @@ def _num_blocks(model: nn.Module, config: HybridParallelConfig) -> int:
 
 
 def _problem(model: nn.Module, config: HybridParallelConfig, count: int, cuts_sequences: bool = False) -> str:
-    """Return the first reason why the model cannot be computed in blocks; empty if it can.
-
-    Args:
-        cuts_sequences: in blocks of the sequence too, which need what sequence parallelism needs.
-    """
+    """Return why the model cannot be computed in blocks, or ""; `cuts_sequences`: in blocks of sequences too."""
     policy, kernels = config.policy, config.kernels
     options = {
         "custom_policy": policy.custom_policy is not None,

@@ -78,11 +78,7 @@ def from_multiples(multiples: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def power_parts(values: Tensor, exponent: float) -> Tensor:
-    """Return the sum of powers of |fp32 `values`|, [n], in parts, [3] int64; parts add up exactly over tensors.
-
-    Args:
-        exponent: at most 2.
-    """
+    """Return the sum of powers (at most 2) of |fp32 `values`|, [n], in parts that add up exactly, [3] int64."""
     zero = torch.zeros(NUM_PARTS, dtype=torch.int64, device=values.device)
     parts = sum((_power_parts(part, exponent) for part in values.split(_chunk_of(values))), zero)
     for place in range(NUM_PARTS - 1, 0, -1):
@@ -213,11 +209,7 @@ class ExactReducer(GradientReducer):
     buckets: list[ExactBucket]
 
     def finish(self, factor: Tensor | None = None) -> None:
-        """Reduce the remaining buckets; see `GradientReducer.finish`.
-
-        Raises:
-            ConfigurationError: if gradients are too large for exact sums; raised on all ranks.
-        """
+        """Reduce the remaining buckets; refuses, on all ranks, gradients too large for exact sums."""
         self.launch_rest()
         bounds = torch.stack([bucket.bound for bucket in self.buckets]) if self.buckets else torch.zeros(0)
         if dist.get_world_size(self.dp_group) > 1:

@@ -212,12 +212,7 @@ def check_options_against_model(
     mesh: HybridMesh,
     features: Sequence[Feature] = (),
 ) -> None:
-    """Refuse options and optimizers that do not fit this model, before anything is changed.
-
-    Args:
-        names: id of each parameter -> its names.
-        features: what attaches to the model.
-    """
+    """Refuse what does not fit this model, before any change; `names`: id -> names; `features`: attach to it."""
     parallel = config.parallel
     num_replicas = mesh.size(DP_CP)
     num_shards = config.zero.num_shards(num_replicas)

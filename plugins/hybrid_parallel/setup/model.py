@@ -159,11 +159,7 @@ def _tied(
 
 
 def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> list[dict[int, Tensor]]:
-    """Shard a model in place; return the parameters that several stages hold.
-
-    Raises:
-        ConfigurationError: if the model cannot be sharded as asked, with all reasons.
-    """
+    """Shard a model in place; return the parameters of several stages; refuses with all reasons."""
     parallel, sharding = config.parallel, config.policy
     options = config.options()
     group = tensor_group_of_job(model, config, mesh)

@@ -40,11 +40,7 @@ def build_trained(
     mesh: HybridMesh,
     seed: Callable[[], int] = lambda: 0,
 ) -> BuiltModel:
-    """Check, shard and wrap a model, in place, and re-point its optimizers at its shards.
-
-    Args:
-        seed: returns the seed of the random numbers, after the checks.
-    """
+    """Check, shard, wrap a model in place; re-point its optimizers; `seed`: returns that of the random numbers."""
     names = names_of_parameters(model)
     features = features_of(config, model)
     check_options_against_model(config, model, optimizers, names, mesh, features)

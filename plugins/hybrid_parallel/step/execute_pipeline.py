@@ -33,12 +33,7 @@ def run_batch(
     return_loss: bool = True,
     return_outputs: bool = False,
 ) -> PipelineResult:
-    """Run one batch; see `Booster.execute_pipeline`.
-
-    Args:
-        criterion: the user's loss, or None for the model's own.
-        trains: whether to run the backward pass.
-    """
+    """Run one batch, see `Booster.execute_pipeline`; `criterion`: None for the model's loss; `trains`: backward."""
     batch, runtime = _checked(model, batch, criterion, trains), model.runtime
     split = batch.split(trains, must_fill=trains)
     loss = batch.step_loss(split.own)
@@ -104,10 +99,7 @@ def _checked(
 def _finish_forward(
     model: HybridParallelModel, loss: StepLoss, num_own: int, trains: bool, keep: list[Any] | None
 ) -> Callable[[Any, int], Tensor | None]:
-    """Return what the last stage does with the outputs of a micro-batch.
-
-    Those of placeholders, behind the first `num_own`, add nothing to the loss and no outputs to `keep`.
-    """
+    """Return what the last stage makes of outputs; those behind the first `num_own`, placeholders, add nothing."""
 
     def finish_forward(outputs: Any, index: int) -> Tensor | None:
         if index >= num_own and not loss.counts_without_rows:

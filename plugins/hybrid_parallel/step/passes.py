@@ -173,11 +173,7 @@ class Batch:
         args: tuple = (),
         criterion: Callable[[Any, Any], Any] | None = None,
     ) -> Batch:
-        """Return the batch of a call with these arguments.
-
-        Raises:
-            ConfigurationError: if borders of documents do not fit the rows.
-        """
+        """Return the batch of a call; raises ConfigurationError if borders of documents do not fit the rows."""
         given = model.options.with_document_positions(given)
         if model.options.media_tokens:
             given = without_empty_media(given)

@@ -116,11 +116,7 @@ class UserLoop:
         return SumOverReplicas.apply(share, mesh.group(DP_CP), self.model.units is not None, self.losses)
 
     def backward(self, synchronises: bool) -> None:
-        """Run the pipeline back for all calls that the user's loss has reached, the last one first.
-
-        Args:
-            synchronises: whether these passes complete the gradients.
-        """
+        """Run the pipeline back for the calls that the loss has reached, last first; `synchronises`: gradients."""
         pending, self.pending = self.pending, {}
         numbers = sorted(pending, reverse=True)
         agree(self.model.mesh, f"calls booster.backward with a loss of the outputs {numbers}")
@@ -262,11 +258,7 @@ class PipelineCall:
     # ----- backward -----
 
     def accept(self, key: tuple[str, int], grad: Tensor) -> None:
-        """Take the gradient of the user's loss with respect to an output.
-
-        Raises:
-            RuntimeError: if this is the second one.
-        """
+        """Take the gradient of the user's loss by an output; raises RuntimeError if this is the second one."""
         optimizers = self.model.optimizers
         if self.model.units is not None and key[0] != LOSS and self.model.mesh.size(DP_CP) > 1:
             raise ConfigurationError(
@@ -297,11 +289,7 @@ class PipelineCall:
         self.model.user_loop.pending[self.number] = self
 
     def run_backward(self, is_final: bool) -> None:
-        """Run all backward passes of this call.
-
-        Args:
-            is_final: whether they complete the gradients of the model.
-        """
+        """Run all backward passes of this call; `is_final`: whether they complete the gradients of the model."""
         runtime, passes = self.model.runtime, self.passes
         self.passes = None
         if self.balance is not None:
@@ -342,11 +330,7 @@ class _Border(torch.autograd.Function):
 
 
 def agree(mesh: HybridMesh, action: str) -> None:
-    """Compare what the scripts of a pipeline's ranks do next.
-
-    Raises:
-        ConfigurationError: if they differ; raised on all of these ranks.
-    """
+    """Compare what the scripts of a pipeline's ranks do next; raises ConfigurationError on all if they differ."""
     group = mesh.group("pp")
     mine = torch.tensor(zlib.crc32(action.encode()))
     everyone = [torch.empty_like(mine) for _ in range(mesh.size("pp"))]

@@ -23,11 +23,7 @@ _TRANSCRIPTS = ("ForConditionalGeneration", "ForSpeechToText", "ForSpeechToSpeec
 def labels_without_text(
     kind: str, model: nn.Module, batch: Mapping[str, Tensor], rows: int, generator: torch.Generator
 ) -> dict[str, Any]:
-    """Make labels for a batch of images or sound.
-
-    Args:
-        kind: the task of the head, as "ForDepthEstimation".
-    """
+    """Make labels for a batch of images or sound; `kind`: the task of the head, as "ForDepthEstimation"."""
     classes = getattr(model.config, "num_labels", 2)
     if kind == "ForAudioFrameClassification":
         frames = model(**batch).logits.shape[1]

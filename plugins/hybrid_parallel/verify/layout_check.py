@@ -180,11 +180,7 @@ def _check(subject: CheckedModel, options: Mapping[str, Any], world_size: int) -
 
 
 def _difference(subject: CheckedModel, options: dict[str, Any], world_size: int) -> str | None:
-    """Return where the step under a layout differs from a plain one; None if nowhere.
-
-    Raises:
-        Exception: the model cannot be checked.
-    """
+    """Return where the step differs from a plain one; None if nowhere; raises if the model cannot be checked."""
     trial, plain, precision = _plain(subject, options, partial(_LimitedLog, seconds=_LONGEST_S / world_size))
     if _loses_by_parts(trial.tiny_model.built):
         if options["ep_size"] > 1:

@@ -220,10 +220,7 @@ def propose_own_model(
 
 
 def search_on_rank(case: VerifyCase, parts: list[Alternatives], tolerance: Tolerance) -> ProposedPlan:
-    """Try the alternatives of each part on this rank; the same on all ranks.
-
-    A part that fails is dropped. If all parts together differ, they are added one by one.
-    """
+    """Drop parts that fail on this rank, as on all; add the others one by one if together they differ."""
     plain = train_reference(case)
 
     def trains(plan: ProposedPlan) -> bool:

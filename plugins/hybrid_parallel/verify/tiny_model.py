@@ -74,10 +74,7 @@ def _names_layers(name: str, value: list[Any], num_layers: int | None) -> bool:
 
 
 def numbers_in_size(name: str, value: Any, num_layers: int) -> list[int] | None:
-    """Return the layer indices that a small tower has of a list that exceeds it; None for other values.
-
-    Where it has none of them, they are every second of its layers.
-    """
+    """Return a small tower's layer indices for a longer list, every second if it has none; None for others."""
     is_list = isinstance(value, list | tuple) and all(type(each) is int and each >= 0 for each in value)
     if not is_list or not any(word in name for word in _INDEXES) or "out_indices" in name or not value:
         return None

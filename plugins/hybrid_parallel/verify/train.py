@@ -105,11 +105,7 @@ class Trace:
 
 
 def train_reference(trial: VerifyCase) -> Trace:
-    """Train the whole model unsharded, with plain torch.
-
-    Raises:
-        RandomLossError: its loss is random, and `draws_alike` is off.
-    """
+    """Train the whole model in plain torch; RandomLossError if its loss is random and `draws_alike` is off."""
     model = trial.tiny_model.build()
     named = dict(model.named_parameters(remove_duplicate=False))
     trace = Trace(first_weights=_arrays(named), aliases=_aliases(named))

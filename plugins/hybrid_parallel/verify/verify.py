@@ -92,11 +92,7 @@ def refuse_without_loss(model_class: type[nn.Module], criterion: Criterion | Non
 def tiny_model_of(
     config: Any, model_class: type[nn.Module], tp_size: int, num_stages: int, criterion: Criterion | None = None
 ) -> TinyModel:
-    """Describe the tiny model of a model for a layout; with a criterion, its batches have no labels.
-
-    Raises:
-        ConfigurationError: the class of the configuration rejects the small sizes.
-    """
+    """Describe a layout's tiny model; with a criterion, batches lack labels; refuses sizes that its class does."""
     small = small_config(config, TwinSizes.of(config, tp_size, num_stages))
     return TinyModel(model_class.__module__, model_class.__name__, small, has_labels=criterion is None)
 

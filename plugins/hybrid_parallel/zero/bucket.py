@@ -181,11 +181,7 @@ class Bucket:
         self._flat_grads = value
 
     def accumulate(self, index: int, grad: Tensor, stays: bool = False) -> None:
-        """Add a local gradient to the bucket.
-
-        Args:
-            stays: whether no other code changes `grad` later.
-        """
+        """Add a local gradient to the bucket; `stays`: whether no other code changes `grad` later."""
         if self.launched:
             raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")
         if stays and grad.is_cuda and index not in self._lent:
@@ -341,11 +337,7 @@ class Bucket:
         self._work = self._result = self.norm = None
 
     def complete(self, factor: Tensor | None) -> None:
-        """Complete the reduction.
-
-        Args:
-            factor: factor on this step's gradients; None for no scaling.
-        """
+        """Complete the reduction; `factor`: factor on this step's gradients; None for no scaling."""
         self.collect()
         self.release_local_grads()
         if self._sum_of_passes is not None:
@@ -363,11 +355,7 @@ class Bucket:
             self.norm = None
 
     def keep(self, used: set[int]) -> None:
-        """Add the result of the reduction to the shard.
-
-        Args:
-            used: indices of parameters that have a gradient on any rank that has them.
-        """
+        """Add the reduction's result to the shard; `used`: indices of parameters with a gradient on any rank."""
         self.clear_stale()
         if self.options.states.is_offloaded and self.flat.device.type != "cpu":
             self._keep_on_host()
@@ -403,10 +391,7 @@ class Bucket:
     # ----- the optimizer's view -----
 
     def assign_grads(self, factor: Tensor | float | None) -> None:
-        """Assign each piece its gradient times `factor`; pieces of unused parameters get None.
-
-        The local gradients are freed: the step is not reported as non-finite any more.
-        """
+        """Assign pieces their gradients times `factor`, None where unused, and free the local gradients."""
         if self.options.num_shards > 1 and self.flat_grads is not None and not self.written:
             self.give_local_grads()
         if factor is not None:
@@ -443,11 +428,7 @@ class Bucket:
             )
 
     def take_changed_weights(self) -> None:
-        """Take over parameters that other code has changed since the last step, in place or by `param.data = …`.
-
-        Raises:
-            ConfigurationError: if a parameter now has another shape or dtype.
-        """
+        """Take over parameters that other code has changed, in place or by `param.data = …`, in shape and dtype."""
         if self.sharded is None:
             flat, start, size = self._flat, self._flat.data_ptr(), self._flat.element_size()
             for param, offset in zip(self.params, self.offsets, strict=True):
@@ -528,10 +509,7 @@ class Bucket:
             self.drop_grads()
 
     def local_grads(self) -> dict[int, Tensor] | None:
-        """Return this rank's input to the last reduction by parameter index.
-
-        Returns None if the result has overwritten the input, or the input was freed.
-        """
+        """Return this rank's input to the last reduction by parameter index; None if it is overwritten or freed."""
         if self.options.num_shards == 1 or self.flat_grads is None:
             return None
         return {index: self._grad_view(index) for index in range(len(self.params))}

@@ -301,10 +301,7 @@ class OptimizerShard:
         self.may_differ = True
 
     def add_pieces(self, params: Sequence[nn.Parameter], offsets: Sequence[int], sources: Sequence[Source]) -> None:
-        """Make the pieces of the parameters that begin at `offsets` of the bucket, with the values of `sources`.
-
-        Those of which the shard has nothing are not asked for.
-        """
+        """Make the pieces of parameters at `offsets` of the bucket; sources outside of the shard are not asked."""
         for index, (param, offset) in enumerate(zip(params, offsets, strict=True)):
             start = max(0, self._start - offset)
             stop = min(param.numel(), self._start + len(self.values) - offset)
@@ -318,10 +315,7 @@ class OptimizerShard:
             self.pieces.append(BucketSlice(index, start, stop, place, parameter))
 
     def unchanged(self) -> Tensor | None:
-        """Return on the GPU whether parameters are the rounded values (0-d bool); None where the host waits anyway.
-
-        Comparing moves half of the memory that taking over does.
-        """
+        """Return on the GPU whether parameters are the rounded values (0-d bool); None where the host waits."""
         if not self._is_copy or self._parameters.device.type == "cpu" or self.values.device != self._parameters.device:
             return None
         parts = zip(self.values.split(_AT_ONCE), self._parameters.split(_AT_ONCE), strict=True)
@@ -329,10 +323,7 @@ class OptimizerShard:
         return same[0] if len(same) == 1 else torch.stack(same).all()
 
     def take_changed_parameters(self) -> None:
-        """Take over parameters that other code has changed since `write_parameters`.
-
-        Master weights of elements that are still their rounded values stay as they are.
-        """
+        """Take over parameters changed since `write_parameters`; masters of those still rounded stay."""
         self._take_pieces_back()
         may_differ, self.may_differ = self.may_differ, True
         if not self._is_copy or not may_differ:
@@ -359,11 +350,7 @@ class OptimizerShard:
             self.values.copy_(self._parameters)
 
     def _take_pieces_back(self) -> None:
-        """Move pieces whose `data` was replaced, as some optimizers do to update them, back into `values`.
-
-        Raises:
-            ConfigurationError: if a piece now has another shape or dtype.
-        """
+        """Move pieces whose `data` was replaced by their optimizer back into `values`, in shape and dtype."""
         start, size = self.values.data_ptr(), self.values.element_size()
         for piece in self.pieces:
             if piece.parameter.data_ptr() != start + piece.offset * size:

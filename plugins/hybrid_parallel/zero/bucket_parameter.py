@@ -31,11 +31,7 @@ class BucketParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient that the optimizer will use.
-
-        Raises:
-            ConfigurationError: if this rank does not have the whole gradient.
-        """
+        """The gradient that the optimizer will use; ConfigurationError if this rank does not have all of it."""
         own, place = native_grad(self), _place_of(self)
         if own is not None or place is None or torch.compiler.is_compiling():
             return own
@@ -60,20 +56,12 @@ class BucketParameter(nn.Parameter):
             bucket.set_grad(index, value)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-        """Register a hook on the gradient, as in torch.
-
-        Raises:
-            ConfigurationError: for a parameter of a bucket, whose gradient arrives in parts.
-        """
+        """Register a hook on the gradient; refused in a bucket, whose gradient arrives in parts."""
         _check_hook(self, "register_hook")
         return super().register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        """Register a hook after the gradient, as in torch.
-
-        Raises:
-            ConfigurationError: for a parameter of a bucket, whose gradient arrives in parts.
-        """
+        """Register a hook after the gradient; refused in a bucket, whose gradient arrives in parts."""
         _check_hook(self, "register_post_accumulate_grad_hook")
         return super().register_post_accumulate_grad_hook(hook)
 

@@ -56,11 +56,7 @@ def granularity_of(optim: torch.optim.Optimizer) -> Granularity:
 
 
 def check_granularity(optim: torch.optim.Optimizer, tp_size: int, ep_size: int, pp_size: int, num_shards: int) -> None:
-    """Refuse an optimizer that updates parameters from the values of others, if the layout has these on other ranks.
-
-    Args:
-        num_shards: number of ranks over which ZeRO shards the states.
-    """
+    """Refuse an optimizer that reads values of others, which the layout or `num_shards` put on other ranks."""
     if granularity_of(optim) is not Granularity.MODEL:
         return
     sizes = {"tp_size": tp_size, "ep_size": ep_size, "pp_size": pp_size}
@@ -89,11 +85,7 @@ def check_zero_size(optim: torch.optim.Optimizer, zero_size: int | None, num_rep
 
 
 def check_step_in_parts(optim: torch.optim.Optimizer, place: str | Path | None) -> None:
-    """Refuse to offload the states of an optimizer whose step, on some parameters after the other, has other numbers.
-
-    Args:
-        place: where its states are to be; None if they are not offloaded.
-    """
+    """Refuse to offload, to `place`, states of a step that gives other numbers one parameter at a time."""
     if place is None:
         return
     is_known = type(optim).__module__.startswith("torch.optim")
@@ -170,11 +162,7 @@ def _moves(
     has_closure: bool,
     step: Callable[..., Any] | None = None,
 ) -> list[list[Tensor]]:
-    """Run a copy of the optimizer on pieces of `values`; return the change of each parameter, flat, by group.
-
-    Args:
-        step: runs a step of the copy; None for its own.
-    """
+    """Run the optimizer's copy on pieces of `values`; return changes, flat, by group; `step`: of the copy."""
     seed_default_generators(0)
     parameters = [[[nn.Parameter(part.clone()) for part in pieces_of(each)] for each in group] for group in values]
     twin = _twin(optim, [[part for parts in group for part in parts] for group in parameters])

@@ -162,11 +162,7 @@ def check_gradients(model: nn.Module) -> None:
 
 
 def check_shared_parameters(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, Sequence[str]]) -> None:
-    """Refuse a parameter that two optimizers update.
-
-    Args:
-        names: id of each model parameter -> its names.
-    """
+    """Refuse a parameter that two optimizers update; `names`: id of each model parameter -> its names."""
     seen: set[int] = set()
     for optim in optimizers:
         held = {id(param) for group in optim.param_groups for param in group["params"]}
@@ -246,11 +242,7 @@ def _way_out(tensor: Tensor, other: Tensor, model: nn.Module) -> str:
 def warn_of_untrained(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Warn about parameters that require gradients but are in no optimizer: norms do not include their gradients.
-
-    Args:
-        parameters: the named parameters of the whole model.
-    """
+    """Warn about named parameters that require gradients but are in no optimizer: norms do not include them."""
     held = {id(param) for optim in optimizers for group in optim.param_groups for param in group["params"]}
     untrained = [name for name, param in parameters if param.requires_grad and id(param) not in held]
     if untrained and optimizers and dist.get_rank() == 0:
@@ -263,11 +255,7 @@ def warn_of_untrained(
 
 
 def check_optimizer(optim: torch.optim.Optimizer, names: Mapping[int, Sequence[str]]) -> None:
-    """Refuse an optimizer that holds parameters of another model.
-
-    Args:
-        names: id of each model parameter -> its names.
-    """
+    """Refuse an optimizer that holds parameters of another model; `names`: id of each model parameter -> its names."""
     for group in optim.param_groups:
         if any(id(param) not in names for param in group["params"]):
             raise ConfigurationError(

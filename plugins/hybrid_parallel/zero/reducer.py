@@ -29,10 +29,7 @@ _STREAM = 0x5EED  # keeps the stream of random numbers in hooks apart from the s
 
 
 def global_norm(buckets: Sequence[Bucket], device: torch.device, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of the gradients of all ranks (0-d, float64), each parameter counted once; see `norm_of_rank`.
-
-    Must be called on all ranks.
-    """
+    """Return the norm of all ranks' gradients (0-d, float64), each parameter once; all ranks must call it."""
     norm = norm_of_rank(buckets, device, norm_type)
     if dist.get_world_size() == 1:
         return norm
@@ -48,10 +45,7 @@ def global_norm(buckets: Sequence[Bucket], device: torch.device, norm_type: floa
 
 
 def norm_of_rank(buckets: Sequence[Bucket], device: torch.device, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of this rank's reduced gradients that are counted (0-d, float64).
-
-    Gradients that are not counted still make it nan if they are not finite.
-    """
+    """Return this rank's norm of counted gradients (0-d, float64); others that are not finite make it nan."""
     # A stage without trained parameters takes part on the mesh's device, too: each device has a backend of its own.
     if not buckets:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -272,11 +266,7 @@ class GradientReducer:
             self.end_pass()
 
     def begin_pass(self, parameters: Collection[nn.Parameter] | None = None) -> None:
-        """Mark the next backward pass as one that `end_pass` completes.
-
-        Args:
-            parameters: the parameters that it may reach; None for all.
-        """
+        """Mark the next backward pass as one that `end_pass` completes; `parameters`: that it may reach; None: all."""
         self._final, self._queue = True, self._of_pass(parameters)
 
     def end_pass(self, parameters: Collection[nn.Parameter] | None = None) -> None:
@@ -319,11 +309,7 @@ class GradientReducer:
             self._launch_next()
 
     def finish(self, factor: Tensor | None = None) -> None:
-        """Reduce the remaining buckets and wait for all reductions.
-
-        Args:
-            factor: factor on the gradients since the last `finish`, 0-d; None for that of `counts`, if any.
-        """
+        """Reduce what remains and wait; `factor`: on gradients since the last, 0-d; None for that of `counts`."""
         if self.counts is not None:
             factor, self.counts = self.counts.factor(), None
         self.launch_rest()
@@ -508,12 +494,7 @@ class BackwardPasses:
         self._unfinished = set(parameters)  # stages whose gradients are not complete yet
 
     def before(self, action: Action, is_last: bool) -> None:
-        """Prepare for a backward pass.
-
-        Args:
-            action: the pass.
-            is_last: whether it is the last one of its stage.
-        """
+        """Prepare for a backward pass; `action`: the pass; `is_last`: whether it is the last one of its stage."""
         if action.kind is not Kind.BACKWARD:  # the second half of a split pass has no hooks
             return
         for reducer in self.reducers:

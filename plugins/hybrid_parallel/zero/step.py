@@ -86,10 +86,7 @@ def _copy_of(value: Any) -> Any:
 
 @contextmanager
 def _hooks_once(optim: torch.optim.Optimizer) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    """Run the hooks of a step before and after this context, and none of the steps in it.
-
-    Yields the arguments that the hooks have left for the step.
-    """
+    """Run hooks of a step before and after this context, not those inside; yields the arguments they leave."""
     stores = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
     own = (optim._optimizer_step_pre_hooks, optim._optimizer_step_post_hooks)
     before, after = ([*chain(shared.values(), theirs.values())] for shared, theirs in zip(stores, own, strict=True))

@@ -238,10 +238,7 @@ class WholeParameters:
         return param in self._cut
 
     def add(self, buckets: Sequence[Bucket]) -> list[OwnedParameter]:
-        """Choose owners of the cut parameters in buckets; return those that this rank owns.
-
-        Ranks do not communicate here: they choose from the full shapes, which all of them know.
-        """
+        """Choose owners of cut parameters by their full shapes, as all ranks do; return what this one owns."""
         if not self._groups:
             return []
         found = [(bucket, index, param) for bucket in buckets for index, param in enumerate(bucket.params)]
@@ -420,12 +417,7 @@ def assemble(param: nn.Parameter, local: Tensor, group: dist.ProcessGroup) -> Te
 def full_gradients(
     buckets: Sequence[Bucket], names: Mapping[nn.Parameter, str], mesh: HybridMesh, scale: float
 ) -> dict[str, Tensor]:
-    """Return the whole, unscaled gradients of the parameters in buckets that have one, by name.
-
-    Args:
-        names: parameter -> its name.
-        scale: factor that the gradients are multiplied by.
-    """
+    """Return whole, unscaled gradients in buckets by name; `names`: parameter -> name; `scale`: their factor."""
     cut: dict[str, tuple[nn.Parameter, Tensor]] = {}
     for bucket in buckets:
         values = {piece.index: piece.view(bucket.shard_grads) for piece in bucket.pieces if bucket.used}

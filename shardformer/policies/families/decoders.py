@@ -142,10 +142,7 @@ class GPTNeoPolicy(TablePolicy):
 
 
 class GPTJPolicy(TablePolicy):
-    """Policy for GPT-J. Attention and feed-forward read the same norm, and the head has a bias.
-
-    Since transformers 5.24 its attention uses the registry, and has no module of dropout.
-    """
+    """Policy for GPT-J: one norm for both parts, a head with bias, no dropout module since transformers 5.24."""
 
     family, prefix = "gptj", "GPTJ"
     own_attention = {"GPTJAttention": GPTJRegistryAttention}

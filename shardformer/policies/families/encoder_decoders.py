@@ -65,10 +65,7 @@ _HEADS = [
 
 
 class BartPolicy(TablePolicy):
-    """Policy for BART, and base class for encoder-decoders with the same layers.
-
-    The layers have q_proj, k_proj, v_proj, out_proj, fc1 and fc2.
-    """
+    """Policy for BART and encoder-decoders with its q_proj, k_proj, v_proj, out_proj, fc1 and fc2."""
 
     family, prefix = "bart", "Bart"
     splits_towers = True

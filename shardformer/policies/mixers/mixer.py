@@ -85,10 +85,7 @@ class FeedForward(Mixer):
 def _learned_activations(
     owner: nn.Module, description: ModulePolicyDescription
 ) -> list[SubModuleReplacementDescription]:
-    """Return activations with parameters between column- and row-parallel layers: gradients are partial.
-
-    Each rank applies such an activation to its own features only.
-    """
+    """Return activations with parameters on a rank's own features between cut layers: gradients are partial."""
     targets = {replacement.target_module for replacement in description.sub_module_replacement}
     if not {ColumnParallelLinear, RowParallelLinear} <= targets:
         return []

@@ -450,10 +450,7 @@ class Completion:
 
 @cache
 def completion(family: str | None) -> Completion | None:
-    """Return what the plan of a family leaves whole; None if nothing.
-
-    `python -m zoo_tests.campaigns.proposed_plans --complete PATTERN` derives `completed.json` from tiny models.
-    """
+    """Return what the family's plan leaves whole, or None; `campaigns.proposed_plans` derives it."""
     declared, found = _DECLARED.get(family, {}), derived_line("completed.json", family)
     if not declared and found is None:
         return None

@@ -172,10 +172,7 @@ class PlanPolicy(Policy):
 
     @cached_property
     def completion(self) -> Plan:
-        """Extra styles for modules that the family's plan does not name.
-
-        Empty where layers run in blocks: completions are not verified there.
-        """
+        """Extra styles where the plan names none; empty in blocks, where completions are not verified."""
         found = completion_of(type(self.model))
         is_meant = self._is_shipped and not self.shard_config.computes_in_blocks
         return found.fitting(self.model, self) if is_meant and found is not None else Plan({})
@@ -342,10 +339,7 @@ class PlanPolicy(Policy):
         return found
 
     def _mixes_features(self, path: str, owner: nn.Module) -> bool:
-        """Return whether a feed-forward stays whole: between its columns and rows it takes a function of all features.
-
-        That of Gemma 3n is known, see `FeedForward`.
-        """
+        """Return whether a feed-forward stays whole, as it takes a function of all features; not Gemma 3n's."""
         parts = (*dict(owner.named_children()), *owner._parameters)
         styles = {self.plan.get(starred(join(path, name))) for name in parts}
         if not (styles & COLUMNS and styles & ROWS) or hasattr(owner, "_gaussian_topk"):

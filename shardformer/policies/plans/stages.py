@@ -346,11 +346,7 @@ class ExecutionOrder:
 
     @staticmethod
     def from_dict(found: Any) -> ExecutionOrder:
-        """Build an order from its JSON form.
-
-        Raises:
-            ValueError: the object is not that of an order.
-        """
+        """Build an order from its JSON form; raises ValueError if the object is not that of an order."""
         known = [each.name for each in fields(ExecutionOrder)]
         if not isinstance(found, Mapping) or not {"order", "layers"} <= found.keys() <= set(known):
             raise ValueError(f"stages are an object with 'order' and 'layers', and no keys but {', '.join(known)}")

@@ -174,11 +174,7 @@ class OptimizerBlock(BaseModel):
 
 
 def check_lr(optimizer: torch.optim.Optimizer) -> None:
-    """Check that no learning rate is 0, because a schedule is a factor on the optimizer's learning rates.
-
-    Raises:
-        ConfigurationError: a learning rate is 0.
-    """
+    """Refuse a learning rate of 0, because a schedule is a factor on the optimizer's learning rates."""
     if any(not group["lr"] for group in optimizer.param_groups):
         raise ConfigurationError(
             "the optimizer has lr=0, which a scheduler of ds_config cannot scale; use its largest lr"
@@ -284,19 +280,11 @@ class SchedulerBlock(BaseModel):
 
     @property
     def kind(self) -> _Warmup:
-        """The schedule that the block describes.
-
-        Raises:
-            ValidationError: if the parameters do not fit the schedule.
-        """
+        """The schedule that the block describes; raises ValidationError if the parameters do not fit the schedule."""
         return _KINDS[self.type](**self.params)
 
     def build(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
-        """Build the schedule of an optimizer that has not taken a step yet.
-
-        Raises:
-            ConfigurationError: the optimizer's learning rate is 0.
-        """
+        """Build the schedule of an optimizer that has not stepped, with a learning rate above 0."""
         check_lr(optimizer)
         kind = self.kind
 
@@ -460,11 +448,7 @@ class DeepSpeedConfig(BaseModel):
 
 
 def read_ds_config(config: str | Path | Mapping[str, Any]) -> DeepSpeedConfig:
-    """Read and validate a configuration from a dict or a JSON file.
-
-    Raises:
-        ConfigurationError: there is no such file, or the configuration is invalid; one sentence for each problem.
-    """
+    """Read a configuration from a dict or a JSON file; raises ConfigurationError, a sentence a problem."""
     values = config if isinstance(config, Mapping) else _read(config)
     try:
         found = DeepSpeedConfig(**values)

@@ -70,11 +70,7 @@ class ForwardPatches:
         self._patches = {path: patched[module] for path, module in model.named_modules() if module in patched}
 
     def apply(self, model: nn.Module) -> None:
-        """Patch every module that is on this rank and not patched yet.
-
-        Raises:
-            ConfigurationError: a patch did not return a function.
-        """
+        """Patch each new module on this rank; raises ConfigurationError if a patch returned no function."""
         for path, patches in self._patches.items():
             if not has_module(model, path) or isinstance(module := model.get_submodule(path), StagePlaceholder):
                 continue  # the module runs on another stage

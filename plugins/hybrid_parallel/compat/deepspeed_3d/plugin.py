@@ -351,11 +351,7 @@ class ThreeDPlugin(HybridParallelPlugin):
 
 
 def _groups_of(parallel_config: Any) -> ParallelGroups:
-    """Parse `parallel_config` to process groups.
-
-    Raises:
-        ConfigurationError: it is malformed, or has other groups than tensor, data and pipeline with more than one rank.
-    """
+    """Parse `parallel_config` to process groups; refuses others than tensor, data and pipeline."""
     try:
         axes, order = parallel_config
         axes = [(name, size) for name, size in axes]

@@ -28,11 +28,7 @@ def exchange_of(group: ProcessGroup, device: torch.device) -> ZeroCollectives:
 
 
 def ranks_per_machine(machines: Sequence[str]) -> int:
-    """Return how many neighbours each machine has; 1 if that differs, or there is one machine alone.
-
-    Args:
-        machines: the machine of each rank.
-    """
+    """Return how many ranks each of `machines` (one entry a rank) has; 1 if that differs, or one has all."""
     count = next((rank for rank, name in enumerate(machines) if name != machines[0]), len(machines))
     blocks = [set(machines[start : start + count]) for start in range(0, len(machines), count)]
     is_regular = len(machines) % count == 0 and all(len(block) == 1 for block in blocks)

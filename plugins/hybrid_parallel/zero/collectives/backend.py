@@ -58,11 +58,7 @@ class ZeroCollectives:
         return ReduceScatterHandle(shard, [reduce_scatter_flat(shard, flat, group=self.group, async_op=True)])
 
     def all_gather(self, flat: Tensor, is_copied: bool = False) -> AllGatherHandle:
-        """Fill `flat`, [ranks * shard], in which each rank has its own shard in place.
-
-        Args:
-            is_copied: whether this rank may change its shard after `wait`, before all other ranks have it.
-        """
+        """Fill `flat`, [ranks * shard], with every rank's shard; `is_copied`: a shard may change after `wait`."""
         own = flat.view(dist.get_world_size(self.group), -1)[dist.get_rank(self.group)]
         return AllGatherHandle([all_gather_flat(flat, own, group=self.group, async_op=True)])
 

@@ -169,11 +169,7 @@ class SignalSocket:
             self.to_send.popleft()
 
     def read(self) -> None:
-        """Read a message, if there is one.
-
-        Raises:
-            ConnectionError: if the other rank has ended and sent nothing more.
-        """
+        """Read a message, if there is one; raises ConnectionError if the other rank has ended and sent nothing more."""
         try:
             message = self._receive()
         except BlockingIOError:
@@ -295,11 +291,7 @@ class Listener:
 
 
 def connect(token: int, rank: int) -> socket.socket:
-    """Connect to the listener with that token, as rank `rank`.
-
-    Raises:
-        OSError: if no such listener can be reached from here.
-    """
+    """Connect to the listener with that token, as rank `rank`, or raise OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(_name(token))
