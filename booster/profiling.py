@@ -112,7 +112,6 @@ class JobProfile:
     """The profile of the ranks that this launcher starts.
 
     Args:
-        num_steps: steps to trace.
         folder: receives `trace.json`, `memory.json`, and snapshots of GPUs; if there are several machines, names of
             files end with that of the machine.
         alone: whether all ranks run on this machine.
@@ -228,7 +227,6 @@ class StepProfile:
     A file that cannot be written is a warning: training goes on.
 
     Args:
-        num_steps: steps to trace.
         folder: receives `rankN.json` (what was written), `rankN.trace.json` and, on a GPU, `rankN.pickle`.
         model: the boosted model, for the names of its parameters; None if there is none.
     """

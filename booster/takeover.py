@@ -54,7 +54,6 @@ class AfterImport(MetaPathFinder):
     """Finds no modules itself, and changes some that others find.
 
     Args:
-        names: of these modules.
         act: is given each of them when it has been imported.
     """
 
@@ -148,7 +147,6 @@ class Takeover(AfterImport):
         """Return the plugin for an object of a class; the first time, say what is taken over and which layout is used.
 
         Args:
-            given: the script's class.
             model, args: what a Trainer is given, for the planner; None for other classes.
         """
         import torch.distributed as dist

@@ -58,8 +58,6 @@ class ModelSharder:
     """Shards one model in place.
 
     Args:
-        model: the full model, identical on every rank.
-        shard_config: the sharding options.
         policy: how the model family is sharded; None looks the policy up by the model's class.
 
     Raises:

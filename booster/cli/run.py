@@ -340,7 +340,6 @@ def _run(options: argparse.Namespace, was_reported: Callable[[], bool]) -> int:
     """Run torchrun and return the job's exit code.
 
     Args:
-        options: torchrun's options.
         was_reported: tells whether a rank has reported why the job failed.
     """
     from torch.distributed import DistError

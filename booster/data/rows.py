@@ -144,7 +144,6 @@ def cost_of(length: int, attention_length: int = ATTENTION_LENGTH) -> int:
     """Return the relative cost of a document: its linear layers, and the square of its length for attention.
 
     Args:
-        length: tokens of the document.
         attention_length: length at which both cost the same.
     """
     return length * (attention_length + length)
@@ -239,7 +238,6 @@ class PackedSampler(Sampler[int]):
 
     Args:
         costs: cost of each row.
-        group: rows of a group.
         seed: of the order; None to yield the rows in their own order.
 
     Attributes:

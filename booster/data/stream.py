@@ -41,7 +41,6 @@ class _Place:
     """A place in a stream.
 
     Attributes:
-        epoch: number of the epoch.
         row: number in the epoch of the first row of a window.
         document, token: the document that the window begins with, and its first token there.
         known: a document, and the state of the stream before it; None for one without a state.
@@ -215,7 +214,6 @@ class _Chunks:
     """Reads a stream in this process, and yields its documents in chunks that a worker tokenises.
 
     Args:
-        dataset: the stream.
         place: where reading begins; earlier documents are read and dropped.
         number, state: a document before `place`, and the state of the stream there; 0 and None for its start.
 
@@ -336,8 +334,6 @@ class PackedDataset(Dataset[list[Document]]):
     """Rows of documents; made by `pack`.
 
     Args:
-        dataset: the documents.
-        rows: the pieces of documents in each row.
         max_tokens: token budget of a row.
         sampler: yields the rows of an epoch.
     """

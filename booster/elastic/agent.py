@@ -52,7 +52,6 @@ class LocalRanks:
         statuses: folder for the wait statuses of ranks that have ended.
 
     Attributes:
-        pids: place -> process that runs.
         ended: place -> wait status, of ranks that have ended in this round.
         got_sigterm: whether this round's ranks were told to end.
         is_ready: whether the fork server has imported what it was first asked to.
@@ -249,13 +248,8 @@ class Agent:
     """Runs the ranks of this machine, round after round.
 
     Args:
-        rendezvous: where all agents of the job meet.
-        ranks: starts and ends ranks.
         memory: what outlives ranks.
-        limits: numbers that the user may choose.
-        num_places: number of ranks of this machine.
         rejoin_s: how long the place of a rank that has died stays empty.
-        job_id: name of the job.
         events: file to which times of events are appended; "" for none.
     """
 

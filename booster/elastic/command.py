@@ -81,7 +81,6 @@ def run_elastic(options: argparse.Namespace, statuses: Path) -> int:
     """Run this machine's part of an elastic job.
 
     Args:
-        options: the command line.
         statuses: folder for the wait statuses of ranks that have ended.
 
     Returns:

@@ -59,7 +59,6 @@ class ForkServer:
     """Forks ranks on request.
 
     Args:
-        connection: socket to the agent.
         statuses: folder for the wait statuses of ranks that have ended.
     """
 

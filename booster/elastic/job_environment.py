@@ -45,7 +45,6 @@ class ElasticPlace(Message):
 
     Attributes:
         memory: directory in the memory of this machine, which outlives the rank.
-        min_ranks, max_ranks: number of ranks that the job may have.
         round: number of the round, from 1.
         events: file to which times of events are appended; "" for none.
     """

@@ -136,8 +136,6 @@ class Rendezvous:
 
     Attributes:
         number: number of this agent among all that the store has seen.
-        leads: whether this agent holds the store.
-        endpoint: where the store is.
     """
 
     def __init__(
@@ -158,7 +156,6 @@ class Rendezvous:
         """Find the store, or hold it; also after the machine that held it is lost.
 
         Args:
-            timeout_s: how long to look for it.
             waits: leave the machines that come earlier in the list the time to hold it.
         """
         self._server, self.leads = None, False
@@ -284,7 +281,6 @@ class Limits:
     """Numbers that the user may choose.
 
     Attributes:
-        min_ranks, max_ranks: number of ranks that the job may have.
         join_s: how long the job waits for `min_ranks`.
         last_call_s: how long the first round waits for `max_ranks` once `min_ranks` are there.
         lost_s: how long an agent may send no report.
@@ -300,12 +296,7 @@ class Limits:
 
 
 class Leader:
-    """Decides from the reports of all agents; it has no state that its successor could not find in them.
-
-    Args:
-        limits: numbers that the user may choose.
-        say: prints a line for the user.
-    """
+    """Decides from the reports of all agents; it has no state that its successor could not find in them."""
 
     def __init__(self, limits: Limits, say: Callable[[str], None]) -> None:
         self.limits, self._say = limits, say

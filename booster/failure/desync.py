@@ -46,11 +46,7 @@ class DesyncDetector:
     """Answers inquiries of other ranks, and starts its own. All methods run in the store client's thread.
 
     Args:
-        rank, world_size: rank of this process and number of ranks.
-        operations: log of the main thread's operations.
         main: probe that measures how long the main thread has been waiting.
-        one_machine: whether all ranks run on this machine.
-        report: called with each failure that is found.
     """
 
     def __init__(

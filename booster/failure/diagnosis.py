@@ -31,17 +31,13 @@ class RankSnapshot:
     """State of a rank.
 
     Attributes:
-        rank: the rank.
         operation, call: innermost operation of the library and its call number; ("", 0) outside of any operation.
-        phrase: description of the operation, for messages.
         wait: description of where the rank waits for others; empty if it does not wait.
         blocked_s: seconds for which nothing has gone on in this wait.
         completed: operation -> number of calls that completed without an error.
         groups: collectives that the rank has issued on its process groups.
-        ended: whether its script has ended.
         left_out: number of leading collectives of the previous step that the rank has skipped in this one (such as the
             checks of the first batches); None if the steps differ in another way.
-        on_device: whether the rank waits for its GPU.
     """
 
     rank: int
@@ -128,12 +124,8 @@ def diagnose_batches(batches: Mapping[int, str]) -> str:
 def compare_counts(counts: Mapping[int, Mapping[str, int]], ignored: Iterable[str] = ()) -> dict[str, dict[int, int]]:
     """Find the groups whose members had issued different numbers of operations at the end of `optimizer.step`.
 
-    Args:
-        counts: rank -> group -> number of operations.
-        ignored: groups to skip.
-
-        Returns:
-            Group -> rank -> number of operations, for the groups that differ.
+    Returns:
+        Group -> rank -> number of operations, for the groups that differ.
     """
     by_group: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, numbers in counts.items():

@@ -49,7 +49,6 @@ class guard(ContextDecorator):  # noqa: N801 (used as a decorator and in `with`,
     The exception propagates. Messages about this rank name the operation it was in. The overhead is a few microseconds.
 
     Args:
-        operation: name of the operation.
         publishes: whether an exception ends the job; False for calls of which a script may handle exceptions.
     """
 
@@ -153,7 +152,6 @@ def install(
 
     Args:
         store: store shared by all ranks, used only for this attempt of the job and by no other code.
-        rank, world_size: rank of this process and number of ranks.
         store_name, holds_store, heartbeat_s, timeout_s: see `FailureMonitor`.
         server: store that `store` is connected to; it lives on where a script destroys its process group early.
     Raises:

@@ -28,10 +28,7 @@ class Heartbeat:
     """Heartbeat sender and checker; a periodic task of the store client.
 
     Args:
-        rank: this rank.
-        machines: machine of every rank.
         limit_s: seconds without a heartbeat after which a machine counts as lost.
-        report: called with each failure that is found.
     """
 
     def __init__(self, rank: int, machines: list[str], limit_s: float, report: Callable[[Failure], None]) -> None:
@@ -82,11 +79,7 @@ class OtherMachines:
     """What tells that another machine is lost: heartbeats over the store, and connections between neighbours.
 
     Args:
-        rank: this rank.
-        machines: machine of every rank.
-        store_host: the host of the job's store.
         heartbeat_s: seconds without a heartbeat after which a machine counts as lost; 0 for never.
-        report: called with each failure that is found.
 
     Attributes:
         silence_s: seconds after which a silent machine has been reported.
@@ -123,11 +116,7 @@ class MachineLinks:
     `check`, which another thread may call.
 
     Args:
-        rank: this rank.
-        machines: machine of every rank.
-        store_host: the host of the job's store.
         limit_s: seconds without an answer after which a machine counts as unreachable.
-        report: called with the failure that is found.
     """
 
     def __init__(

@@ -58,10 +58,7 @@ class FailureMonitor(threading.Thread):
 
     Args:
         store: store shared by all ranks, used only for this attempt of the job.
-        rank, world_size: rank of this process and number of ranks.
-        operations: log of the main thread's operations.
         store_name: host and port of the store, for messages.
-        holds_store: whether this process hosts the store.
         heartbeat_s: seconds without a heartbeat after which another machine counts as lost; 0 for never.
         timeout_s: timeout of a collective; also the longest wait here for all ranks to join.
 

@@ -43,7 +43,6 @@ class RecordedOperation:
         collectives: number of collectives so far, including this one.
         text: its name and shapes, as in `all_reduce of 4x8 Float`.
         is_complete: whether it has ended, on the device for NCCL.
-        is_point_to_point: whether it is a send or a receive.
         created_ns: when it was called, in nanoseconds since the epoch.
         thread: identifier of the thread that called it, as `threading.get_ident` returns; None if torch records none.
     """
@@ -273,11 +272,7 @@ _KEPT_POINTS = 4096
 
 
 class PageText:
-    """Attribute of a page that is text, cut to its room there.
-
-    Args:
-        start, stop: bytes of the page.
-    """
+    """Attribute of a page that is text, cut to its room there."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.where, self.room = slice(start, stop), stop - start
@@ -352,7 +347,6 @@ class Operations:
         calls, completed: how often each operation was started, and completed without an error.
         counts: reads the numbers of collectives that this rank has issued.
         points: (call number, counts at its end) of the latest `optimizer.step` calls.
-        phrase: description of the current operation, for messages.
     """
 
     def __init__(self) -> None:
@@ -383,7 +377,6 @@ class Operations:
         """Record that the main thread ends an operation; ignored in other threads.
 
         Args:
-            operation: operation that ends.
             well: whether it completed without an error.
             count: returns the counts to record in `points`, for an operation after which they agree on all ranks.
         """

@@ -70,7 +70,6 @@ class Peer:
     """Another rank on this machine.
 
     Args:
-        rank: the other rank.
         address: its machine and process.
     """
 
@@ -228,12 +227,7 @@ _SPEAKER, _SEEN_CLOSING = "speaker", "seen-closing"
 class StoreClient(threading.Thread):
     """Thread that makes all calls to the store.
 
-    Args:
-        store: store of this attempt of the job.
-        rank: this rank.
-
     Attributes:
-        failure: the job's failure, once it is known.
         closing: whether the rank that hosts the store is about to end normally.
         lost_since: time at which the store was lost because its process has ended; None while it is available.
     """
@@ -362,10 +356,7 @@ class Requests:
     """Requests and answers of this rank, over the job's store.
 
     Args:
-        link: makes the calls to the store.
         inquiries: tells what other ranks do.
-        rank, world_size: rank of this process and number of ranks.
-        peers: the other ranks of this machine.
     """
 
     def __init__(

@@ -61,9 +61,7 @@ def check_options(options: dict[str, Any], precision: str, on_gpu: bool) -> None
     """Refuse options that would train otherwise than they say.
 
     Args:
-        options: keyword arguments of `Accelerator`.
         precision: the plugin's: "fp32", "bf16", "fp16" or "fp8".
-        on_gpu: whether the ranks are on GPUs.
 
     Raises:
         ConfigurationError: the option, the reason, and what to use.

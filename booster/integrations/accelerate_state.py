@@ -32,7 +32,6 @@ class StateFolders:
     """Mixin before accelerate's `Accelerator`.
 
     Attributes:
-        booster: saves and loads checkpoints.
         step: number of batches since the last complete group of accumulated ones.
     """
 
@@ -256,7 +255,6 @@ class ReplicaValues:
     """Mixin before accelerate's `Accelerator`.
 
     Attributes:
-        replicas: the data-parallel replicas.
         losses_by_rows: whether replicas count by the rows of their shares in means of the script's own. They do not in
             a loss that is made of sums over all replicas: one that `reduce` has added up, or that the script multiplies
             by `num_processes`, which it reads after its model's call.

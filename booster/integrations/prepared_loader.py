@@ -35,7 +35,6 @@ class PreparedLoader:
     """Loader of one replica's share of each global batch; it tells accelerate which batch is the last.
 
     Args:
-        loader: the boosted loader.
         gradient_state: where accelerate keeps the loader under way.
 
     Attributes:
@@ -185,7 +184,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
     """accelerate's wrapper of an optimizer, which steps only where gradients are complete, around a boosted one.
 
     Args:
-        optimizer: the boosted optimizer.
         model: the boosted model whose parameters it updates; None if that is unknown.
     """
 
@@ -209,7 +207,6 @@ class ReplicaScheduler(AcceleratedScheduler):
     """accelerate's wrapper of a scheduler, with a replica for a process.
 
     Args:
-        scheduler: the user's scheduler.
         optimizers: those that must have stepped.
         step_with_optimizer: whether it steps only where the optimizers do.
         repeats: steps of the schedule for each step of the optimizer: a schedule counts the batches of one replica.
@@ -224,7 +221,6 @@ class ReplicaScheduler(AcceleratedScheduler):
         """Load the state of a scheduler whose steps stood for other numbers of samples.
 
         Args:
-            state: of the user's scheduler.
             factor: steps of this schedule for a step of the saved one; 1 if they stand for the same.
 
         Raises:

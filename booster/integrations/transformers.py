@@ -61,10 +61,6 @@ def boosted(trainer_class: type) -> type:
 class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
     """Mixin that makes a Trainer train boosted models; see `boosted`.
 
-    Args:
-        plugin: the parallel training strategy.
-        args, kwargs: arguments of the Trainer class.
-
     Raises:
         ConfigurationError: if `plugin` is missing, or an argument of the Trainer cannot hold under the layout.
     """

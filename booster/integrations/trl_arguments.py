@@ -63,8 +63,6 @@ def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
 
     Args:
         names: as for `check_trainer_class`.
-        args: the configuration.
-        plugin: the layout.
 
     Raises:
         ConfigurationError: the option, the reason, and what to use.

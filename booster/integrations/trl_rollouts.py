@@ -13,11 +13,7 @@ from booster.integrations.replicas import Replicas
 
 
 class CheckedRewards:
-    """Reward functions whose answers are looked through; problems of any rank are raised on all of them.
-
-    Args:
-        replicas: the replicas of the job.
-    """
+    """Reward functions whose answers are looked through; problems of any rank are raised on all of them."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas

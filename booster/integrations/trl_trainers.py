@@ -58,10 +58,6 @@ def _names_in_trl(trainer_class: type) -> list[str]:
 class BoostedTRLTrainer:
     """Mixin of a boosted trainer of TRL.
 
-    Args:
-        plugin: the parallel training strategy.
-        args, kwargs: arguments of the trainer.
-
     Raises:
         ConfigurationError: if an option of the trainer cannot hold under the layout.
     """

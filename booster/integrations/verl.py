@@ -68,10 +68,7 @@ class HybridBoosterEngine(BaseEngine):
     """Trains a causal language model of transformers for verl; see verl's `BaseEngine` for what it does not explain.
 
     Args:
-        model_config: verl's `HFModelConfig`.
-        engine_config: a `HybridBoosterEngineConfig`.
         optimizer_config: verl's `FSDPOptimizerConfig`; not read if the engine only infers.
-        checkpoint_config: verl's `CheckpointConfig`.
 
     Raises:
         ConfigurationError: a configuration asks for what has no meaning under a layout, or for a layout that the ranks
@@ -217,7 +214,6 @@ class HybridBoosterEngine(BaseEngine):
 
         Args:
             logits: [tokens, vocabulary], of all sequences in a row.
-            micro_batch: these sequences.
 
         Returns:
             `log_probs` of the next token, and where the batch asks for them `entropy` and `sum_pi_squared`, jagged.

@@ -75,9 +75,6 @@ class GuardedModel(ModelWrapper):
 
     If each rank has the whole model (data and context parallelism), it is saved like any other. Its parameters have
     the names of the wrapped model.
-
-    Args:
-        module: the sharded model.
     """
 
     def __init__(self, module: nn.Module, mesh: HybridMesh) -> None:
@@ -253,7 +250,6 @@ class LocalState(OrderedDict[str, Any]):
     """State dict of one rank's shards: it can be loaded into this model again, but not saved to a file.
 
     Args:
-        state: names and tensors.
         gather: returns the whole state dict, on all ranks; all of them call it.
     """
 

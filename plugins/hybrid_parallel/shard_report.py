@@ -35,7 +35,6 @@ class ParamShard:
         name: name in the whole model.
         shape, full_shape: shape of the shard, including padding, and of the whole parameter.
         dim: sharded dim; None if the parameter is not sharded.
-        dtype: dtype in training.
         trains: whether the parameter requires a gradient.
     """
 
@@ -62,7 +61,6 @@ class RankShards:
     """Shards of one rank of the first replica (with expert parallelism: of the first expert-parallel group).
 
     Attributes:
-        rank: global rank.
         stage, tp_rank: coordinates of the rank.
         pieces: shards, in the order of the model.
         ep_rank: coordinate on the expert-parallel axis.
@@ -86,8 +84,6 @@ def shard_report(build: Callable[[], nn.Module], config: HybridParallelConfig, w
 
     Args:
         build: function that builds the whole model; called on the meta device, once for each of these ranks.
-        config: options of the layout.
-        world_size: number of ranks of the layout.
     """
     if dist.is_initialized():
         raise ConfigurationError("process groups already exist; inspect a layout in a separate process")

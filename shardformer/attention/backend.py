@@ -50,7 +50,6 @@ class AttentionNeeds:
         takes_arguments: whether the model hands arguments that it does not know on to its attention.
         soft_caps: whether scores are soft-capped (Gemma 2), which SDPA silently ignores.
         dropout: probability that training drops an attention weight; 0.0 for none.
-        head_dims: the sizes of heads; empty if unknown.
         device: type of the device that the model will run on.
         capability: compute capability of that GPU, (major, minor); None if unknown.
         dtype: dtype that the model will run in.
@@ -505,7 +504,6 @@ def choose_backend(
 
     Args:
         request: True for the fastest backend that fits, or the name of one.
-        needs: what the model needs.
         installed: name -> whether its package is installed.
         not_usable: name -> why the installed package cannot be used; empty if it can.
 

@@ -136,7 +136,6 @@ def use_sharded_attention(
     """Route every attention of `model` that goes through the registry to a kernel with per-rank dropout.
 
     Args:
-        model: the model.
         tp_rank: whose dropout masks this rank draws; None to draw from the model's own stream, as without sharding.
         exchange: of heads for parts of the sequence; None for none.
         exchanging: the layers whose attention does so.
@@ -198,7 +197,6 @@ def name_kernels(model: nn.Module, names: Iterable[tuple[Any, str]]) -> None:
     """Set the names of kernels in copies of configurations: the script may build other models from its own objects.
 
     Args:
-        model: all of its modules get the copies.
         names: configurations and the names for them, outer ones first: these set the names inside them too.
     """
     from transformers import PreTrainedConfig
@@ -374,7 +372,6 @@ def needs_of(
     """Return what the attentions that read one configuration need.
 
     Args:
-        config: the configuration.
         modules: the modules that read it; those that are models of transformers declare what they support.
     """
     routed = all(getattr(module, "attends_by_registry", False) for module in modules)  # what the model says is its own

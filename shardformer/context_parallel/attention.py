@@ -83,8 +83,6 @@ class ContextMask:
     Args:
         of: the pass.
         function: (batch, head, query, key) -> bool on global token indices, like transformers' mask functions.
-        rows: number of samples.
-        device: device of the masks.
 
     Attributes:
         whole: for `all_to_all`, the mask of whole sequences in the form that the kernel takes; see `_with_whole`.

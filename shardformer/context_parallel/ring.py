@@ -37,7 +37,6 @@ class Block:
 
     Attributes:
         queries, keys: ranges within the local queries and keys.
-        rows: the samples.
         is_causal: query i sees the keys up to number i of the block, which has as many keys as queries.
         is_flipped: query i sees the keys from number i on instead, as at the far edge of a window.
         allowed: [batch or 1, heads or 1, queries, keys] bool, True where a query sees a key; None for everywhere.

@@ -66,9 +66,6 @@ class ContextParallelPass:
 class ZigzagSharding:
     """Zigzag sharding of sequences over the ranks of a group. Copies of a model share it.
 
-    Args:
-        group: process group of the ranks that share sequences.
-
     Attributes:
         latest: the pass whose inputs were sharded last. Layers must not read it: they may be recomputed after another
             pass has begun. They find their own pass in their attention mask.
@@ -224,7 +221,6 @@ def record_facts(parts: Sequence[Mapping[str, Any]], on_host: Sequence[Mapping[s
     """Record the facts on the tensors of a batch's parts.
 
     Args:
-        parts: the micro-batches.
         on_host: the same micro-batches, of the batch as it was given; if it was given on a device, the host waits for
             the device here, once for all parts.
     """

@@ -58,7 +58,6 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> ProcessGrou
 
     Args:
         ranks: members; None for all ranks.
-        options: further arguments of `torch.distributed.new_group`.
     """
     world = dist.group.WORLD
     bound = world.bound_device_id

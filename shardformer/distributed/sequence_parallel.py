@@ -55,7 +55,6 @@ class SequenceParallel:
     """Sequence-parallel region of one model on one mesh axis. Copies of the model share it.
 
     Attributes:
-        group: process group of the axis.
         length: sequence length, before padding, of the pass that is inside the region.
         sums_gradients: whether `gather` sums the gradient of its output over ranks.
     """
@@ -437,7 +436,6 @@ class BlockedSequence(SequenceParallel):
     Inside of a tensor-parallel region ranks have whole sequences, and each weight is computed in blocks of features.
 
     Args:
-        group: process group of the axis.
         blocks: the blocks of the axis.
         is_cut: whether ranks have different blocks of the sequence; otherwise each of them has all.
     """

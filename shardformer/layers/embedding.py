@@ -79,7 +79,6 @@ class VocabParallelEmbedding(ParallelModule):
     Args:
         native: the native embedding, for its options.
         weight: local rows [padded vocabulary / ranks, hidden].
-        group: process group of the axis.
     """
 
     can_stay_whole = True

@@ -424,7 +424,6 @@ class ExpertLoad:
     A token counts once for each of its choices, whether or not the expert has room for it. Padding does not count.
 
     Args:
-        model: the transformers model, sharded.
         mask_of: inputs of the model's forward -> attention mask of this rank's tokens, or None.
 
     Attributes:

@@ -52,7 +52,6 @@ class ColumnParallelLinear(ParallelModule, MatmulLayer):
     Args:
         weight: local weight, [local out, in], or [in, local out] when `transposed`.
         bias: local bias [local out] or None.
-        group: process group of the axis.
         features: sharding of the output features, of one dim.
         transposed: the weight is stored as in `Conv1D`.
         gather_output: all-gather the output features.
@@ -138,7 +137,6 @@ class RowParallelLinear(ParallelModule, MatmulLayer):
     Args:
         weight: local weight, [out, local in], or [local in, out] when `transposed`.
         bias: whole bias [out] or None.
-        group: process group of the axis.
         features: sharding of the input features, of one dim.
         outputs: sharding of the output features, where the kernel cuts the weight between these; None otherwise.
         transposed: the weight is stored as in `Conv1D`.

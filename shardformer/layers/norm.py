@@ -194,7 +194,6 @@ class GatedRMSNorm(ParallelModule):
 
     Args:
         native: a gated norm of one group, with a weight [features].
-        group: the tensor-parallel group.
     """
 
     shards_layer = True

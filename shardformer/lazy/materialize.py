@@ -313,7 +313,6 @@ class RecordedValues:
 
     Args:
         model: the model, not yet sharded.
-        seed: seed of the random numbers.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:

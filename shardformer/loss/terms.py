@@ -280,7 +280,6 @@ class HeadLoss:
     """Loss that a head computes when labels are given: a weighted sum of means.
 
     Args:
-        terms: the means.
         function: equivalent function of transformers' `loss_utils`, for forwards that call one.
         decoder_inputs: labels -> decoder inputs of an encoder-decoder that is given only labels.
         routers: the load-balancing loss to add.

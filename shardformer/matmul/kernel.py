@@ -41,7 +41,6 @@ class LinearKernel(ABC):
         """Return whether the weight can be cut between inputs such that partial products sum up to the whole product.
 
         Args:
-            native: the native layer.
             features: sharding of its inputs, of one dim.
         """
         return True

@@ -27,15 +27,12 @@ class ChatGLMConfig(PretrainedConfig):
     """Configuration of a ChatGLM2 model; the defaults are those of the 6B model.
 
     Args:
-        num_layers: number of layers.
         padded_vocab_size: rows of the embedding and of the head.
         hidden_size, ffn_hidden_size: widths; the feed-forward's first projection is twice as wide (SwiGLU).
         kv_channels: size of an attention head; half of it is rotated.
-        num_attention_heads: query heads.
         multi_query_attention, multi_query_group_num: whether there are fewer key/value heads than query heads, and
             how many.
         seq_length: longest sequence.
-        hidden_dropout, attention_dropout: dropout probabilities.
         layernorm_epsilon, rmsnorm, post_layer_norm: epsilon of the norms, RMS norm instead of layer norm, and whether
             a norm follows the last layer.
         apply_residual_connection_post_layernorm: take the residual after the norm.

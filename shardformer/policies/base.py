@@ -45,7 +45,6 @@ class PlanEntry:
 
     Attributes:
         style: what is done to the part: a tensor-parallel style, or the class that replaces it.
-        origin: who says so.
         options: further arguments of the style, where a user gives some.
     """
 

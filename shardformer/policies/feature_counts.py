@@ -29,7 +29,6 @@ def whole_counts(module: nn.Module, features: int, stride: int) -> dict[str, int
 
     Args:
         module: the module that owns the layer.
-        features: output features of the layer.
         stride: number of equal parts that the features consist of.
     """
     part = features // stride

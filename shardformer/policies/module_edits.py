@@ -37,10 +37,8 @@ def shard_own_parameter(
 
     Args:
         owner: the module that has the parameter.
-        name: name of the parameter.
         from_end: the sharded dim, counted from the last (1); vectors are sharded along their only dim.
         num_parts: number of fused parts along that dim (gate and up), each sharded independently.
-        group: the tensor-parallel group.
         num_heads: heads along that dim, which are never split; those fewer than ranks are copied.
     """
     parameter = getattr(owner, name)
@@ -232,7 +230,6 @@ def sum_gradient_of_rotary_part(module: nn.Module, size: int, group: ProcessGrou
     Args:
         module: the compressed key/value projection.
         size: number of features of the rotary key.
-        group: the tensor-parallel group.
     """
 
     def split(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -273,7 +270,6 @@ def mean_and_deviation(x: Tensor, shares: Sequence[float], group: ProcessGroup) 
     Args:
         x: [..., features of this rank].
         shares: the part of the features that each rank, or each block, has.
-        group: the ranks.
     """
     own = torch.cat(torch.std_mean(x, dim=-1, keepdim=True, correction=0), dim=-1)
     gathered = gather_from_region(own, x.dim() - 1, group)
@@ -289,10 +285,8 @@ def use_local_biases(attention: nn.Module, heads: int, group: ProcessGroup) -> N
     """Make `attention` use only this rank's heads of inputs given for all heads: ALiBi, and masks with added biases.
 
     Args:
-        attention: the attention module.
         heads: number of heads of the full model. They are a dim of [heads or batch * heads, 1, seq] or
             [batch, heads, seq or 1, seq].
-        group: the tensor-parallel group.
     """
     local_heads = heads // dist.get_world_size(group)
     first = dist.get_rank(group) * local_heads

@@ -25,7 +25,6 @@ class ResolvedPlan:
     """How a model is cut under some options.
 
     Attributes:
-        origin: who wrote the policy.
         entries: part of the model -> its style, and who says so. A part is a path with `*` for numbers, or one below
             the class of its module; parts that no entry names are whole on every rank.
     """

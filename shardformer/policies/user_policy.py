@@ -150,11 +150,7 @@ class UniformPolicy(UserPolicy):
 
 
 class TPInfoPolicy(UserPolicy):
-    """Policy built from a `TPInfo`.
-
-    Args:
-        tp_info: the rules.
-    """
+    """Policy built from a `TPInfo`."""
 
     origin = Origin.TP_INFO
 

@@ -133,8 +133,6 @@ def balanced_split(
     Every stage gets at least one layer. Ties are broken by the smallest sum of squared stage costs.
 
     Args:
-        costs: cost of each layer.
-        num_stages: number of stages.
         first, last: additional costs of the first and the last stage.
         never_first: numbers of layers that cannot be the first of a stage.
 
@@ -182,7 +180,6 @@ def matrix_cost(module: nn.Module, counts: Callable[[str], bool] = lambda name: 
     cost depends on the sequence length and is the same in all layers.
 
     Args:
-        module: the module to estimate.
         counts: whether to include the module of a given name.
     """
     return float(

@@ -346,11 +346,7 @@ class Boundary(StagePlaceholder):
 
 
 class UnreachablePlaceholder(StagePlaceholder):
-    """Placeholder for a module of another stage that this stage's pass never reaches.
-
-    Args:
-        path: path of the module, for the error.
-    """
+    """Placeholder for a module of another stage that this stage's pass never reaches."""
 
     def __init__(self, path: str = "") -> None:
         super().__init__()

@@ -71,7 +71,6 @@ class PipelineStageManager:
 
     Attributes:
         stage: index of this rank's stage, or of its first stage.
-        num_stages: number of stages in the pipeline.
         layers_per_stage: an explicit split of the layers; None for an even split.
         further_stages: the other stages of this rank, if the schedule assigns several stages to a rank.
     """
@@ -100,7 +99,6 @@ class PipelineStageManager:
         """Return the range of layers of each stage, in order.
 
         Args:
-            num_layers: number of layers of the model.
             even: layers per stage that balance the stage times of this model; None to balance the number of layers.
 
         Raises:
@@ -141,7 +139,6 @@ class StagePartitioner:
     """Partitions one model into stages. `holders` and `unassigned` must be called before `apply` changes the model.
 
     Args:
-        model: the full model.
         base_path: path of the base model inside `model` ("" for a bare base model).
         layout: where the family can be split.
         manager: the stages of this rank.

@@ -122,8 +122,6 @@ def route_attention(
 
     Args:
         model: the model, whose layers have been replaced.
-        policy: of its family.
-        config: the options.
         held_layers: returns the layers of this rank, by lists of consecutive ones.
         exchanged: the parts of sequences that attention in these layers exchanges for heads; None if it does not.
         device: that the model will run on.
@@ -151,9 +149,7 @@ def divide_layers(
     """Let layers see parts of sequences, which are whole before and after each list of layers.
 
     Args:
-        model: the model.
         lists: layers that run one after the other on this rank.
-        region: the parts.
         by_exchange: whether attention exchanges parts for heads, so that layers read the positions of their parts.
     """
     for layers in filter(None, lists):
@@ -183,7 +179,6 @@ def leave_between_layers(
     Args:
         runner: the module that calls the layers.
         names: inputs of `runner` with features for some layers; it adds them in front of a layer or behind it.
-        layers: the list of layers.
         held: layers that run one after the other on this rank.
         region: the parts of sequences that layers have.
     """

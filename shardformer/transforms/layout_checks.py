@@ -51,8 +51,6 @@ class Replacement:
     """A planned replacement of a module.
 
     Attributes:
-        path: path of the module in the model.
-        native: the module.
         target: the class that replaces it.
         arguments: further arguments of `from_native_module`.
     """

@@ -174,11 +174,7 @@ class FabricMethods(JobMethods, ParallelStrategy):
 
 
 class NoSync(_BackwardSyncControl):
-    """Fabric's `no_backward_sync` on boosted models.
-
-    Args:
-        booster: accumulates gradients.
-    """
+    """Fabric's `no_backward_sync` on boosted models."""
 
     def __init__(self, booster: Booster) -> None:
         self._booster = booster

@@ -30,11 +30,7 @@ from booster.wrappers import ModelWrapper, OptimizerWrapper
 
 
 class ReplicaShares:
-    """Shares of the batches that one rank's models have seen.
-
-    Args:
-        replicas: the data-parallel replicas.
-    """
+    """Shares of the batches that one rank's models have seen."""
 
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas

@@ -154,12 +154,7 @@ _KNOWN = (
 
 
 class BoostedPrecision(trainer_plugins.Precision):
-    """What a Trainer does around a step, on boosted optimizers.
-
-    Args:
-        given: the precision of the Trainer.
-        plugin: the parallel training strategy.
-    """
+    """What a Trainer does around a step, on boosted optimizers."""
 
     def __init__(self, given: Any, plugin: Plugin) -> None:
         self.precision = given.precision
@@ -223,10 +218,7 @@ class CheckpointFolder:
     """Writes and reads checkpoints that open under any layout.
 
     Attributes:
-        booster: saves and loads the model and its optimizers.
-        io: Lightning's writer and reader of a file.
         writes: whether this rank writes what all ranks have.
-        barrier: waits for all ranks.
     """
 
     booster: Booster

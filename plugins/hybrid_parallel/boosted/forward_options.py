@@ -42,9 +42,6 @@ from shardformer.utils.module_paths import cache_name
 class ForwardOptions:
     """Checks and adapts what calls of one model ask for.
 
-    Args:
-        module: the sharded model.
-
     Attributes:
         signature: of the model's forward; if that passes any arguments on, of the model inside; None if none is named.
         reads_documents: whether documents in a row are those of transformers' attention, which are told by positions,
@@ -133,7 +130,6 @@ class ForwardOptions:
         caller wants a tuple.
 
         Args:
-            given: the caller's arguments.
             is_microbatch: whether they are a part of a batch.
         """
         for problem in self._problems(given, is_microbatch):

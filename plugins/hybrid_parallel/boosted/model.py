@@ -388,10 +388,8 @@ class _WholeCall:
     """A method of a module of a boosted model, that works on whole weights.
 
     Args:
-        model: the boosted model.
         module: the model inside it, or a module of that.
         path: name of the module there; empty for the model itself.
-        method: name of the method.
     """
 
     def __init__(self, model: GuardedModel, module: nn.Module, path: str, method: str) -> None:

@@ -156,9 +156,6 @@ _PARTS_OF_DDP = frozenset(
 class ModelApi(GuardedModel):
     """A boosted model as other code sees it: with the attributes, names and sizes of the model that `boost` was given.
 
-    Args:
-        module: the sharded model.
-
     Attributes:
         origin: what is known of the model that `boost` was given.
     """

@@ -113,7 +113,6 @@ def generate_through_stages(model: Any, args: tuple, kwargs: dict[str, Any]) -> 
     """Run `generate` of a model whose layers are on several ranks; all ranks of the pipeline return all tokens.
 
     Args:
-        model: the boosted model.
         args, kwargs: of transformers' `generate`.
 
     Raises:

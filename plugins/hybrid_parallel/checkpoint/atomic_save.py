@@ -48,12 +48,6 @@ class PendingSave:
     The lock distinguishes a save of another run in the same folder from the remains of a killed run. It is released
     when the process ends.
 
-    Args:
-        path: final path of the checkpoint.
-
-    Attributes:
-        sequence: sequence number of the checkpoint.
-
     Raises:
         OSError: the directory cannot be created.
     """

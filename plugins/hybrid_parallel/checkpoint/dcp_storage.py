@@ -285,9 +285,7 @@ class _Move(NamedTuple):
         chunk: offsets of the chunk in the whole tensor.
         target: the rank that needs the part.
         number: index among the parts that the target asks for.
-        source: the rank that has it.
         start, sizes: position in the chunk, and shape.
-        dtype: of the chunk.
     """
 
     name: str
@@ -329,8 +327,6 @@ def read_from_ranks(
         tensors: name -> rectangles to fill.
         held: the chunks that this rank has, by name and offsets in the whole tensor.
         holders: file of a chunk -> ranks that have it.
-        manifest: describes all chunks.
-        device: of messages.
 
     Raises:
         ConfigurationError: a tensor is missing, or has another shape; raised on all ranks.

@@ -56,13 +56,7 @@ class TensorChunk:
 
 
 class GlobalTensor:
-    """The local rectangles of a whole tensor; `torch.distributed.checkpoint` accepts it instead of a tensor.
-
-    Args:
-        shape: shape of the whole tensor.
-        dtype: dtype of the elements.
-        rectangles: disjoint rectangles on this rank.
-    """
+    """The local rectangles of a whole tensor; `torch.distributed.checkpoint` accepts it instead of a tensor."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, rectangles: Sequence[TensorChunk]) -> None:
         self.shape, self.dtype, self.rectangles = tuple(shape), dtype, list(rectangles)
@@ -357,7 +351,6 @@ class ReplicaGather:
         """Start to send this rank's slice, or to receive those of the others; all ranks that share it must call it.
 
         Args:
-            param: the parameter.
             holder: what has this rank's slice of it.
             dtype: target dtype; None keeps its own.
             group: process group that shards the tensor.

@@ -108,8 +108,6 @@ class HybridParallelCheckpointIO(CheckpointIO):
         """Write a Hugging Face directory, or the adapters of a peft model.
 
         Args:
-            model: the boosted model.
-            directory: output directory.
             size_per_shard: maximum size of one file.
             dtype: dtype of the weights in the files; None for that of the model.
 
@@ -129,8 +127,6 @@ class HybridParallelCheckpointIO(CheckpointIO):
         """Read a Hugging Face directory, as the model class's `from_pretrained` would, or the adapters of a peft model.
 
         Args:
-            model: the boosted model.
-            directory: directory to read.
             strict: raise if the directory lacks tensors or has unexpected ones.
             allow_bin: read `.bin` files with `torch.load(weights_only=True)` if there are no safetensors files.
         """
@@ -225,7 +221,6 @@ class HybridParallelCheckpointIO(CheckpointIO):
         Args:
             directory: final path of the checkpoint, the same on all ranks.
             objects: objects to save, by kind ("model", "optimizer", "lr_scheduler", "dataloader").
-            extra: additional values of the user.
             asynchronous: write a copy of the state in the background while training continues.
             keep_last: number of checkpoints in the folder to keep; None keeps all.
 
@@ -263,7 +258,6 @@ class HybridParallelCheckpointIO(CheckpointIO):
 
         Args:
             directory: a checkpoint, or the folder of the checkpoints if `resume` is given.
-            objects: objects to restore, by kind.
             resume: "latest" for the newest complete checkpoint in `directory`.
 
         Returns:

@@ -122,14 +122,7 @@ def check_fits(optimizer: HybridParallelOptimizer, saved: Mapping[str, Any] | No
 
 
 class OptimizerLoad:
-    """Optimizer states that are being loaded: tensors to read, then to apply.
-
-    Args:
-        manifest: manifest of the checkpoint.
-
-    Attributes:
-        tensors: tensors to read from the checkpoint.
-    """
+    """Optimizer states that are being loaded: tensors to read, then to apply."""
 
     def __init__(self, optimizer: HybridParallelOptimizer, manifest: Manifest) -> None:
         self.optimizer, self.saved = optimizer, manifest.state["optimizer"]

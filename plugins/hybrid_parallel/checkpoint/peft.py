@@ -58,7 +58,6 @@ def save_adapter_files(
     """Write all adapters, one at a time; global rank 0 gathers and writes them.
 
     Args:
-        directory: output directory.
         dtype: dtype of floating-point weights in the files; None for their own.
 
     Raises:

@@ -85,8 +85,6 @@ def publish(
 
     Args:
         directory: directory that holds the partial files.
-        weight_map: tensor name -> name of its file.
-        size: size of all tensors in bytes.
         dtype: dtype of the weights in the files; None for that of the model.
     """
     others = _write_other_files(model, directory, dtype or model.dtype)
@@ -156,7 +154,6 @@ def save_model_files(
     sees a partial save. Files of an earlier save stay unchanged until all new files are complete.
 
     Args:
-        directory: output directory.
         size_per_shard: maximum size of one file, such as "5GB".
         dtype: dtype of floating-point weights in the files; None for their own.
 

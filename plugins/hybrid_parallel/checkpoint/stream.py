@@ -228,9 +228,7 @@ class _Arrival:
     """A bucket on its way to this rank; `advance` waits for what has been started, and starts what follows.
 
     Args:
-        stream: what it belongs to.
         stage, index: the stage that has it, and its place there.
-        slots: what it holds.
     """
 
     def __init__(self, stream: WeightStream, stage: int, index: int, slots: Sequence[Slot]) -> None:

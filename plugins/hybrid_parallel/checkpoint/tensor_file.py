@@ -100,7 +100,6 @@ class TensorFileWriter:
         """Write one tensor; writing in file order (widest dtypes first, then the order of `entries`) is fastest.
 
         Args:
-            name: name of an announced tensor.
             tensor: tensor with the announced dtype and shape, on any device.
 
         Returns:
@@ -279,9 +278,6 @@ class TensorFileReader:
     mapped memory. Other ranges are copied from mappings of a few rows: the pages of a mapping stay resident until it is
     closed, and those of a whole file would be all weights whose columns are sharded.
 
-    Args:
-        path: path of the file.
-
     Raises:
         OSError: the file cannot be read.
         SafetensorError: the file is truncated or not a safetensors file.
@@ -297,7 +293,6 @@ class TensorFileReader:
         """Fill `target`, of shape `lengths`, with one rectangle of a tensor.
 
         Args:
-            name: name of the tensor in the file.
             offsets, lengths: position and shape of the rectangle in the tensor.
             target: tensor that receives the values; its dtype may differ from that of the file.
         """

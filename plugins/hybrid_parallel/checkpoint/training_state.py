@@ -87,7 +87,6 @@ class RandomLoad:
     """Random states of this rank that are being loaded: buffers to fill, then to apply.
 
     Args:
-        model: the boosted model.
         saved: name -> saved tensor, for all tensors of the checkpoint.
         replica_of: the mesh, to load the states of a replica under another layout; None for those of the rank.
     """
@@ -167,8 +166,6 @@ def take_snapshot(
     """Take a snapshot of the current state; its tensors are views of the live training tensors.
 
     Args:
-        objects: objects to save, by kind.
-        extra: additional values of the user.
         elsewhere: model buffers that another stage writes.
     """
     model, optimizer = objects.get("model"), objects.get("optimizer")
@@ -211,9 +208,7 @@ def restore(
     states.
 
     Args:
-        objects: objects to restore, by kind.
         fill: reads saved tensors into memory of this rank; all ranks call it equally often.
-        manifest: of the saved state.
         group: group of all ranks; an error on one is raised on all.
         with_random: whether to restore random states at all.
 
@@ -301,9 +296,6 @@ def write_piece(piece: Piece, directory: Path, state: StateSnapshot, plans: dict
     """Write a piece.
 
     Args:
-        piece: its name.
-        directory: where.
-        state: of this rank.
         plans: what the next round is to know besides, as JSON.
 
     Raises:
@@ -374,7 +366,6 @@ class Snapshot:
         here: files that this rank can read.
 
     Attributes:
-        number: of the snapshot.
         manifest: describes the tensors of all pieces.
         plans: what the round that has left it wants the next one to know.
     """

@@ -73,7 +73,6 @@ def refuse_unused(found: Collection[str], used: Collection[str], what: str) -> N
     """Refuse an option that has no effect on the requested output.
 
     Args:
-        found: names of the options that were given.
         used: names of the options that have an effect.
         what: the requested output, such as "a model".
     """

@@ -75,12 +75,6 @@ def propose(
 ) -> Proposal:
     """Derive a plan from a tiny model of the class, and verify its parts on two ranks.
 
-    Args:
-        config: configuration of the full-size model.
-        model_class: class of the model.
-        timeout_s: time limit for the ranks, in seconds.
-        criterion: see `verify`.
-
     Raises:
         ConfigurationError: the class has no loss, or no tiny model of it trains.
     """

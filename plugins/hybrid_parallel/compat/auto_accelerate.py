@@ -219,8 +219,6 @@ class AccelerateOptions:
         device: device to plan for, a `Device` or the name of a preset; None measures this machine.
         precision: training precision; None for "bf16" on GPUs and "fp32" on CPUs.
         sequence_length: tokens of a sample; None for the length of the dataset's first sample.
-        num_candidates: number of layouts that are tried.
-        num_steps: number of timed steps per layout.
         excluded: layouts for which `excluded(options)` is true are skipped.
     """
 
@@ -260,9 +258,7 @@ class Trial:
     Attributes:
         build: builds a new copy of the model, on the meta device or with values.
         optimizer: builds an optimizer of its parameters.
-        criterion: the user's loss, or None.
         batches: plugin -> iterable of the batches of one replica.
-        steps: number of timed steps.
     """
 
     build: Callable[[], nn.Module]

@@ -17,7 +17,6 @@ class Rule:
     Attributes:
         checks: pairs of a test, and what an error message says of a value that fails it. The first test is about the
             type; the next ones may rely on it.
-        example: a valid value.
         shows_value: whether a message shows the value; otherwise it shows its type, for objects without a short `repr`.
     """
 

@@ -44,9 +44,6 @@ def check_batch(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
 
     Images and sounds may be in the batches of some replicas alone.
 
-    Args:
-        batch: batch of this rank.
-
     Raises:
         ConfigurationError: the batches differ; raised on all ranks, and names the first difference.
     """
@@ -271,10 +268,6 @@ def _numbers(holder: Any, *names: str) -> tuple[int, int] | None:
 def check_same_data(dataloader: DataLoader, group: ProcessGroup) -> None:
     """Compare a loader across ranks: its dataset, its length, and the states of its generators.
 
-    Args:
-        dataloader: the user's loader.
-        group: ranks to compare.
-
     Raises:
         ConfigurationError: the loaders differ; raised on all ranks.
     """
@@ -370,9 +363,6 @@ class Loading:
     Args:
         seed: seed of the sample order; None to use rank 0's default random states when it boosts a loader, which a
             plain loader would also draw from.
-
-    Attributes:
-        first_batches: check of the first batches.
     """
 
     def __init__(self, mesh: HybridMesh, seed: int | None) -> None:

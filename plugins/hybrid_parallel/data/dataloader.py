@@ -78,7 +78,6 @@ class _Place:
     """Where an iteration of a loader is, and what it takes to begin it again.
 
     Attributes:
-        epoch: number of the epoch.
         position: batches that were handed out, including those of a previous run.
         first: number of the first batch that the dataset yields; earlier ones of a previous run are not loaded again.
         order: state of the order of samples before this epoch was drawn; None before it has begun.
@@ -105,12 +104,10 @@ class ShardedDataLoader(DataLoaderShard):
     Args:
         dataset: the user's dataset, or its shares if it is iterable.
         share: which share of the batches this is.
-        options: options of `DataLoaderShard`.
 
     Attributes:
         global_batch_size: samples of a batch over all data-parallel ranks; `dp_size` if the batch size is unknown.
         on_iteration: called when the loader is iterated.
-        given: the user's loader.
         longest: tokens of the longest sample that was handed out; 0 before there was one.
     """
 
@@ -319,8 +316,6 @@ def shard_dataloader(
 
     Args:
         dataloader: the user's loader, created identically on all ranks; its `batch_size` is per rank.
-        rank, world_size: position on the data-parallel axis.
-        device: device on which batches are placed.
         order: random stream of the sample order if the user gave no generator; the same on all ranks.
 
     Raises:

@@ -137,7 +137,6 @@ def parts_of_media(
     A part without any is None: models run their towers on what they are given, and none of them on nothing.
 
     Args:
-        rows: samples of the batch.
         num_parts: number of parts, whose numbers of samples differ by at most one.
         tokens: main entry -> id of the tokens that stand for it.
 

@@ -90,7 +90,6 @@ def split_batch(
     Tuples and mappings are split as what they hold; a list with an item for each sample is split along its items.
 
     Args:
-        num_microbatches: number of parts.
         cuts: [parts + 1] token indices at which a batch of one row is cut instead.
         tokens: of images and sounds, see `media_tokens`.
         rows: samples of the batch, if the caller knows.
@@ -230,7 +229,6 @@ def stand_in(
     Args:
         batch: the share, or another part of the batch.
         tokens: of images and sounds, which the sample has none of; see `media_tokens`.
-        rows: samples of `batch`.
     """
 
     def sample(name: str, value: Any) -> Any:

@@ -215,10 +215,7 @@ class ReplicaCollate:
     """Wrapper of the user's `collate_fn` that draws different random numbers on every replica.
 
     Args:
-        collate_fn: the user's function.
-        dataset: the user's dataset.
         ordering: objects whose generators may determine the sample order, which must be the same on all replicas.
-        rank, world_size: position on the data-parallel axis.
         num_workers: processes that load samples; 0 for this one.
 
     Attributes:

@@ -105,7 +105,6 @@ class DataParallelIterable(IterableDataset):
         dataset: the user's dataset, which yields the same samples on all ranks.
         batch_size: batch size of one rank.
         drop_last: whether to drop a short last group.
-        rank, world_size: position on the data-parallel axis.
         stream: random stream for a dataset without a generator of its own, in this process.
 
     Attributes:

@@ -125,7 +125,6 @@ def host_chunks(tensor: Tensor, size: int) -> Iterator[Tensor]:
     From a GPU the next part is copied to page-locked memory while the caller reads the present one.
 
     Args:
-        tensor: the tensor, not changed in the meantime.
         size: bytes of a chunk. Each is valid until the next is asked for.
     """
     data = as_bytes(tensor.detach().reshape(-1))

@@ -83,13 +83,9 @@ class LocalRanks:
     """New ranks on this machine with a process group of their own, until `stop` or the end of the context.
 
     Args:
-        world_size: number of ranks.
         timeout_s: time limit of the rendezvous and of each collective, in seconds.
         device: "cpu" for gloo, "cuda" for NCCL with a GPU for each rank.
         preload: modules to import once for all ranks; counts for the first ranks that this process starts.
-
-    Attributes:
-        processes: the process of each rank.
     """
 
     def __init__(

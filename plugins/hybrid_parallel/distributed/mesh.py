@@ -40,7 +40,6 @@ class HybridMesh:
 
     Attributes:
         device_mesh: torch's mesh with the four axes.
-        device: the device of this rank.
         stage_ranks: global ranks of the pipeline that this rank is part of, first stage first.
         axis_groups: the groups of the axes; of `dp_cp`, which combines both axes; of `ep` and `ep_replicas`, which are
             its rows and columns; and of `ep_tp`, which is `ep` with its tensor-parallel ranks.

@@ -175,7 +175,6 @@ class StepBoundary:
     Args:
         place: place of this rank in its elastic job.
         store: store of all ranks of this round.
-        rank: this rank.
     """
 
     def __init__(self, place: ElasticPlace, store: dist.Store, rank: int) -> None:
@@ -247,8 +246,6 @@ class LayoutChoice:
     """Choice of a layout by the number of ranks.
 
     Args:
-        options: keywords of the plugin.
-        config: the same, checked.
         known: plans that were made ahead.
         global_batch: samples of a step; None before the first.
     """
@@ -356,9 +353,7 @@ class ElasticCheckpointIO(HybridParallelCheckpointIO):
         """Leave the training state in the memory of the machines; the next round of an elastic job goes on from it.
 
         Args:
-            folder: folder of the checkpoints.
             objects: objects to save, by kind ("model", "optimizer", "lr_scheduler", "dataloader").
-            extra: additional values of the user.
 
         Raises:
             ConfigurationError: the arguments are invalid, gradients are accumulated, or the memory is full.
@@ -405,12 +400,7 @@ class ElasticCheckpointIO(HybridParallelCheckpointIO):
 
 
 class Neighbours:
-    """Who sends copies of pieces to whom.
-
-    Args:
-        machines: machine of each rank.
-        group: CPU group of all ranks.
-    """
+    """Who sends copies of pieces to whom."""
 
     def __init__(self, machines: list[int], group: ProcessGroup) -> None:
         self._group, self._rank = group, dist.get_rank()

@@ -67,9 +67,6 @@ class _Scope:
 class SynchronyCheck:
     """Compares the state of one model and its optimizers over ranks.
 
-    Args:
-        model: the boosted model.
-
     Attributes:
         interval: number of steps between two comparisons; None for those alone that the user asks for.
     """

@@ -38,7 +38,6 @@ class Parts:
 
     Attributes:
         module: this rank's shard of the model, on its device, in the dtypes of training.
-        mesh: the grid of ranks.
         seed: of the random streams on this rank.
         stream: the random stream of replicated regions; None for torch's own.
         units: cuts batches into passes of a constant number of samples; None for micro-batches.
@@ -117,9 +116,6 @@ def options_of_job(options: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the options of a plugin with what the job adds to them, and its plans for other numbers of ranks.
 
     An elastic job has a layout for the ranks that are there, and plans; another job has none.
-
-    Args:
-        options: keywords of `HybridParallelPlugin`.
 
     Raises:
         ConfigurationError: no layout fits the ranks; raised on all of them.

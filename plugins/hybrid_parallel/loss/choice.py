@@ -90,7 +90,6 @@ class ContrastiveStepLoss(ModelStepLoss):
     gradients are known then, before any backward pass, and the passes of the others start from them.
 
     Args:
-        model: the sharded model.
         rest: see `ModelStepLoss`.
         compares_all: whether the batch is the global one.
     """

@@ -168,7 +168,6 @@ class TokenScores(NoLoss):
     """No loss: the outputs are the scores of the tokens in `shift_labels`, each at the position that predicts it.
 
     Args:
-        model: the sharded model.
         asked: which scores.
         head_loss: loss of the model's head, which knows the inputs that are derived from labels; None if unknown.
         axis: the axis over which the model leaves sequences split; None if its outputs are of whole sequences.

@@ -205,11 +205,7 @@ class SavedStorage:
 
 
 class PinnedStore:
-    """Copies of GPU memory in page-locked memory, which torch's allocator of it keeps for later ones.
-
-    Args:
-        device: the GPU.
-    """
+    """Copies of GPU memory in page-locked memory, which torch's allocator of it keeps for later ones."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -275,12 +271,7 @@ class PinnedCopy:
 
 
 class StagedStore:
-    """Copies of GPU memory in a file.
-
-    Args:
-        device: the GPU.
-        file: the file.
-    """
+    """Copies of GPU memory in a file."""
 
     def __init__(self, device: torch.device, file: FileStore) -> None:
         self.pinned, self.file = PinnedStore(device), file
@@ -338,7 +329,6 @@ def activation_store(place: str | Path | None, device: torch.device) -> Store | 
 
     Args:
         place: the option `offload_activations`.
-        device: of the rank.
 
     Raises:
         ConfigurationError: if this rank cannot write to the directory.
@@ -379,7 +369,6 @@ class OffloadedActivations:
     """Moves the activations of one model.
 
     Args:
-        store: where they go.
         device: whose tensors are moved.
     """
 

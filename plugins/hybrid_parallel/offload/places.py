@@ -91,9 +91,6 @@ class OffloadedStates(Storage):
     def of_states(self, optim: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> StateMemory:
         """Return the memory for an optimizer's states; all ranks must call this.
 
-        Args:
-            params: the local parameters that it trains.
-
         Raises:
             ConfigurationError: if a directory cannot hold them; raised on all ranks, before anything is sharded.
         """
@@ -112,9 +109,6 @@ class OffloadedStates(Storage):
 
     def of_shards(self, params: Sequence[nn.Parameter]) -> StateMemory | None:
         """Return the memory of shards of parameters, None if they are on their device; all ranks must call this.
-
-        Args:
-            params: the local parameters that are to be sharded.
 
         Raises:
             ConfigurationError: if a directory cannot hold them; raised on all ranks.

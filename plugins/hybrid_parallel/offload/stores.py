@@ -274,8 +274,6 @@ class FileCopy:
     """A copy in the file of a `FileStore`.
 
     Args:
-        store: the store.
-        size: bytes.
         source: returns the bytes once they are in host memory; runs in the thread that writes.
         allocate: returns memory to read so many bytes to.
     """
@@ -324,11 +322,7 @@ def _write_from(source: Callable[[], Tensor], store: FileStore, place: int) -> N
 
 
 class FileMemory(StateMemory):
-    """Memory in the file of a rank.
-
-    Args:
-        file: the file.
-    """
+    """Memory in the file of a rank."""
 
     is_offloaded = True
 

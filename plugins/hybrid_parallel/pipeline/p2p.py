@@ -79,8 +79,6 @@ class PendingReceive:
     """A receive whose message is allocated, and which is posted at once or later.
 
     Args:
-        message: the tensors to receive.
-        channel: the channel on which they arrive.
         what: description of the message, for errors.
     """
 
@@ -126,8 +124,6 @@ class Channel:
 
     Args:
         peer: global rank of the neighbour.
-        group: process group of this direction.
-        device: device of the payloads.
         name: description of what is sent, for error messages.
         stream: the stream on which receives are posted; None without CUDA.
     """
@@ -171,7 +167,6 @@ class Channel:
 
         Args:
             key: signature of the micro-batch.
-            microbatch: index of the micro-batch.
             specs: the specs of the message if this side knows them (gradients are like activations).
         """
         what = f"{self.name} of micro-batch {microbatch} from rank {self.peer}"

@@ -39,7 +39,6 @@ class PipelineRuntime:
     """Runs micro-batches through the stages of this rank. A single stage is the simplest case of a pipeline.
 
     Args:
-        module: the model, reduced to these stages.
         schedule: the pipeline schedule, which also assigns stages to ranks.
         num_chunks: number of stages per rank.
         recorder: measures every action of training steps; None for no measurements.

@@ -60,8 +60,6 @@ def simulate(
     """Simulate ranks that run their actions in order, each action as soon as its inputs have arrived.
 
     Args:
-        tables: the actions of each rank.
-        duration: returns how long an action takes.
         latency: (rank, other rank) -> how long a message between them takes, while both continue.
 
     Raises:

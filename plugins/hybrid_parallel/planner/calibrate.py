@@ -93,8 +93,6 @@ def measure_axis(
     concurrently.
 
     Args:
-        group: the process group.
-        device: device of the buffers.
         point_to_point: measure messages between neighbours, as pipeline stages send them, instead of collectives.
         sizes: bytes of the large buffers.
         repeats: number of measurements; the median is reported.
@@ -241,9 +239,7 @@ def measure_parts(
     """Train the pruned model of a model on one device for a few steps, and time its parts.
 
     Args:
-        build: builds the whole model.
         config: only its tensor parallelism is simulated, in its precision; the prediction accounts for the rest.
-        device: device of this machine.
         rows: samples of a micro-batch.
         length: tokens of a sample.
         repeats: number of timed steps, after one warm-up step; the median is taken.
@@ -293,7 +289,6 @@ class Calibration:
     """Measurements of this machine.
 
     Attributes:
-        device: this machine.
         parts: case -> the times of the model's parts; cases in which the model cannot be sharded are left out.
     """
 
@@ -360,7 +355,6 @@ def measure_device(
 
     Args:
         device: this rank's device, which is not known without the process group.
-        build, length, precision, cases: see `calibrate`.
         inside, between: the links of a machine and of its network.
         node_size: number of ranks of a machine.
         ranks: number of ranks that share this machine's memory.

@@ -25,7 +25,6 @@ class Link:
         Args:
             kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send".
             size: bytes of the whole buffer: the output of an all-gather, the input of a reduce-scatter.
-            ranks: number of ranks of the ring.
         """
         if ranks < 2 or not size:
             return 0.0
@@ -47,7 +46,6 @@ class Device:
         bandwidth: bytes per second that elementwise operators reach.
         inside: link between the devices of a node.
         between: link between nodes.
-        node_size: number of devices of a node.
         matmul_half: FLOPs of a matmul that reaches half of that fraction; smaller ones utilize the device less.
         attention_efficiency: fraction of the peak that fused attention reaches.
         elementwise: fraction of the memory traffic of elementwise operators that remains: 1 for the unfused operators

@@ -51,7 +51,6 @@ class PassRecord:
     """Recorded pass of a part, in one direction.
 
     Attributes:
-        operators: operators in order of execution.
         collectives: pairs (kind, bytes of the whole buffer).
         peak: peak bytes above those alive at the start (for a forward pass: at the start or the end, the larger one).
     """
@@ -66,7 +65,6 @@ class PartRecord:
     """Recorded part of a model.
 
     Attributes:
-        forward, backward: its passes.
         saved: bytes that its forward pass saves for the backward pass.
         results: bytes of the results that recomputation by operators saves.
         deferred: bytes of the inputs of its products with weights, and of the gradients of their outputs, which the
@@ -103,12 +101,6 @@ class Recorder(TorchDispatchMode):
 
     Args:
         parameters: tensors whose storage does not count as activations.
-
-    Attributes:
-        parts: part -> its record.
-        part: the part that is running.
-        backwards: whether the backward pass is running.
-        num_operators: number of operators so far.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -246,10 +238,7 @@ def count_operator(
     """Return the FLOPs and bytes of an operator that has run.
 
     Args:
-        func: the operator.
-        args, kwargs: its arguments.
         inputs, outputs: the tensors among its arguments and results.
-        result: what it returned.
     """
     name = func._schema.name.partition("::")[2]
     size = float(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)))

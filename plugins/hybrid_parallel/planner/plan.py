@@ -196,8 +196,6 @@ def search(predictor: Predictor, space: Space, count: int = _SIMULATED) -> Plan:
     """Rank the layouts of a space; those with offload if no other fits.
 
     Args:
-        predictor: predicts memory and time.
-        space: the layouts to rank.
         count: number of layouts, best by estimate, whose schedules are simulated; the others follow in the order of
             their estimates.
     """
@@ -268,7 +266,6 @@ def plan_for(build: Callable[[], nn.Module], job: Job, device: Device | None) ->
 
     Args:
         build: builds the model; called on the meta device. If this machine is measured, other processes call it too.
-        job: the training job.
         device: the device to plan for; None to measure this machine.
 
     Returns:

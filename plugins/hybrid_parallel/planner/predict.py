@@ -58,14 +58,7 @@ class ReplicaSeconds:
 def replica_seconds(
     device: Device, states: RankStates, own: Sequence[int], costs: Sequence[StageCost]
 ) -> ReplicaSeconds:
-    """Return the seconds of a rank that holds the stages `own`.
-
-    Args:
-        device: the kind of device.
-        states: what the rank keeps.
-        own: its stages.
-        costs: the cost of each stage for one micro-batch.
-    """
+    """Return the seconds of a rank that holds the stages `own`."""
     layout, passes = states.layout, states.layout.num_microbatches
     forward = sum(costs[stage].cost.forward for stage in own)
     backward = sum(costs[stage].cost.backward for stage in own)
@@ -166,7 +159,6 @@ class Predictor:
 
     Args:
         model: layers and stages of the model.
-        profiler: profiles the parts of the model.
     """
 
     def __init__(self, model: ModelMap, profiler: Profiler) -> None:

@@ -161,7 +161,6 @@ class Profiler:
         """Profile tensor-parallel rank 0 of `tp_size`.
 
         Args:
-            tp_size: tensor-parallel size.
             sequence: whether activations are sharded along the sequence.
 
         Raises:
@@ -289,8 +288,6 @@ def record(
     """Record a forward and a backward pass on fake tensors, by part, for each micro-batch size.
 
     Args:
-        wrapped: the sharded pruned model.
-        lists: its lists of layers.
         rows: micro-batch sizes.
         length: tokens of a sample.
         device: name of the device, which decides how attention and loss run.

@@ -58,7 +58,6 @@ def layer_lists(model: nn.Module, base_path: str, layout: StageLayout | None) ->
     first and the last layer of a list are kinds of their own, because they may change the input or the output.
 
     Args:
-        model: the whole model.
         base_path: path of the base model, to which the paths of `layout` are relative.
         layout: the pipeline structure of the model.
 

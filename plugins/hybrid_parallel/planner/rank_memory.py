@@ -199,7 +199,6 @@ def grad_buffer_bytes(held: RankParameters, layout: Layout, device_type: str) ->
     must not wait for other ranks there. On a GPU all gradients of a pass stay until it ends.
 
     Args:
-        held: the rank's parameters.
         device_type: "cpu" or "cuda".
     """
     buckets = [bucket for bucket in held.buckets if bucket.num_shards > 1]  # of the others, a rank keeps all
@@ -272,7 +271,6 @@ class StaticMemory:
             stage 3 the shards of those that are gathered.
         masters: fp32 master weights of 16-bit parameters.
         gradients: accumulated and reduced gradients.
-        states: optimizer states.
         buffers: buffers of the model.
     """
 
@@ -292,7 +290,6 @@ def static_of(held: RankParameters, profile: Profile, config: HybridParallelConf
     """Count the persistent bytes of a rank that trains with AdamW.
 
     Args:
-        held: its parameters.
         profile: the profile for the layout's tensor-parallel size.
         replica: position of the rank among the data-parallel times context-parallel ranks.
     """
@@ -382,9 +379,6 @@ def memory_of_rank(states: RankStates, own: Sequence[int], costs: Sequence[Stage
     """Return the memory of a rank that holds the stages `own`.
 
     Args:
-        states: what it keeps.
-        own: its stages.
-        costs: the cost of each stage for one micro-batch.
         alive: the numbers of live micro-batches of its stages, see `peak_activations`.
     """
     layout, static = states.layout, states.static

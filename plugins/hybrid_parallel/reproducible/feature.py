@@ -151,7 +151,6 @@ class Units:
 
     Args:
         size: samples of a unit.
-        mesh: the grid of ranks.
         stream: draws the random numbers of the units.
 
     Attributes:
@@ -308,7 +307,6 @@ def check_reproducible(
 
     Args:
         num_replicas: number of data-parallel replicas.
-        precision: the option.
 
     Raises:
         ConfigurationError: for the first of them.
@@ -375,7 +373,6 @@ def check_names_of_tied(tied: Collection[nn.Parameter], model: nn.Module, aliase
 
     Args:
         tied: the parameters of this rank that other stages hold too.
-        model: the stages of this rank.
         aliases: name -> the other names of the same parameter in the whole model.
 
     Raises:

@@ -41,11 +41,9 @@ class BuiltModel:
     """The sharded model, and what its optimizers need to know.
 
     Attributes:
-        parts: what it is made of.
         initial: sources of the full-precision values of parameters that were cast to a lower precision, and of those
             that have no values yet.
         loss_scale: the loss scale that all of its optimizers share.
-        features: what attaches to it.
     """
 
     model: HybridParallelModel
@@ -66,9 +64,7 @@ def build_model(
     """Shard, move and cast the model, in place.
 
     Args:
-        seed: seed of the random numbers.
         trains: whether the model has an optimizer, which needs master weights.
-        features: what attaches to the model.
 
     Raises:
         ConfigurationError: if the model's family cannot be sharded as asked, with all reasons, or if ranks built

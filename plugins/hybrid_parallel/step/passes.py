@@ -61,7 +61,6 @@ class Pass:
     """A pass through a model, in one or several micro-batches.
 
     Attributes:
-        kind: what it is for.
         batch: the arguments of the model's forward, on the device; None if they are not known.
         has_rows: whether this replica has samples; a pass on placeholders has none.
     """

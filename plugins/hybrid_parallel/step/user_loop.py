@@ -128,7 +128,6 @@ class PipelineCall:
     """One call of the model: its outputs, and what its backward pass needs.
 
     Args:
-        model: the boosted model.
         number: how many calls of this model came before.
         split: the batch in parts.
         weight: that of this replica's rows in a mean of the script's own; None if there is one replica.

@@ -66,13 +66,7 @@ class Verdict:
 
 
 def compare(plain: Trace, ranks: Sequence[Trace], tolerance: Tolerance) -> Verdict:
-    """Compare all steps of both trainings.
-
-    Args:
-        plain: trace of the unsharded training.
-        ranks: trace of each rank of the sharded training.
-        tolerance: largest differences that are tolerated.
-    """
+    """Compare all steps of both trainings."""
     first = None
     gradients: dict[str, float] = {}
     weights: dict[str, float] = {}

@@ -114,9 +114,7 @@ def further_inputs(
 
     Args:
         family: name of the family's folder in `transformers.models`.
-        model: the model.
         batch: the inputs made so far.
-        generator: source of random numbers.
     """
     takes = inspect.signature(model.forward).parameters
     given, found = _Given(model, batch, generator), {}

@@ -121,7 +121,6 @@ def check_layout(subject: CheckedModel, options: Mapping[str, Any], world_size: 
     It runs in a thread of its own, where no mode of the caller holds: autocast, no_grad, hooks of saved tensors.
 
     Args:
-        options: keywords of `HybridParallelPlugin`.
         world_size: number of ranks of the layout, of any size.
     """
     usual, collects = torch.get_default_dtype(), gc.isenabled()

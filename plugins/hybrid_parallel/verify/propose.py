@@ -175,7 +175,6 @@ def propose_verified(
         rows: samples of a batch.
         criterion: (outputs, batch) -> mean over the samples; None for the model's own loss.
         tolerance: largest differences to the unsharded training.
-        timeout_s: time limit for the ranks, in seconds.
         run: `run(function, 2, *arguments, timeout_s=...)` runs a function on two ranks.
 
     Returns:
@@ -210,7 +209,6 @@ def propose_own_model(
         model_fn: function of an importable module that creates the model, which must be small enough for a CPU.
         batch: a global batch: tensors [samples, ...] keyed by argument name of the model's forward.
         criterion: (outputs, batch) -> mean over the samples; None for the model's own loss.
-        timeout_s: time limit for the ranks, in seconds.
 
     Returns:
         The plan: `policy()` is a `custom_policy`, `save(file)` writes JSON that can be edited.

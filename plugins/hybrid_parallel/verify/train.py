@@ -56,7 +56,6 @@ class VerifyCase:
         tiny_model: the model to train: a tiny model or a user's own model.
         rows: samples of the global batch.
         steps: number of optimizer steps (plain SGD).
-        options: options of `HybridParallelPlugin`.
         criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the model's own loss.
         draws_alike: seed the generator of random numbers before each step. Both trainings draw the same numbers if
             only the loss draws any, and the batch has one part.
@@ -89,7 +88,6 @@ class Trace:
 
     Attributes:
         stage, dp_rank, tp_rank: coordinates of the rank; 0 in the unsharded training.
-        steps: the recorded steps.
         first_weights: weights before the first step; unsharded training only.
         aliases: the set of names of each parameter; unsharded training only.
         masks: attention mask of each step, None for inputs without one; unsharded training only.

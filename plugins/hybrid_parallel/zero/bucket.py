@@ -61,9 +61,6 @@ class Bucket:
     """Parameters of one dtype, one parameter group and one way of summing gradients.
 
     Args:
-        params: the local parameters.
-        options: options that the buckets of an optimizer share.
-        group_index: index of the optimizer's parameter group.
         sum_groups: further groups over which the gradients are partial sums (copies of the shard, tensor-parallel,
             tied stages).
         counted: whether this rank counts these parameters in the global norm.

@@ -52,7 +52,6 @@ def build_buckets(
         initial: sources of the full-precision values of parameters that were cast to a lower precision or have no
             values; used ones are removed.
         gathers: takes over the parameters that ranks shard (ZeRO stage 3); None if they shard none.
-        bucket_type: the class of the buckets.
     """
     buckets = []
     units = {} if gathers is None else gathers.units.of_parameter

@@ -64,8 +64,6 @@ class ShardedParameters:
     The parameters become views of the whole, without values; who makes this fills `shard`.
 
     Args:
-        params: the parameters.
-        offsets: their places in the whole.
         size: elements of the whole.
         options: the options of their buckets: of the ranks that share the values.
 
@@ -73,7 +71,6 @@ class ShardedParameters:
         flat: [ranks * shard], the whole; of no bytes while it is released.
         shard: [shard], this rank's values; zeros at first.
         rank: this rank's position among those that share the values.
-        exchange: the collectives of these ranks.
         on_demand: called with the operation that reads released values; gathers them or refuses. None at first.
     """
 

@@ -64,12 +64,6 @@ def on_state_device(key: str, value: Tensor, group: Mapping[str, Any], parameter
 
     States are on the parameter's device, except the number of steps: the kernels of fused and capturable optimizers
     read it on the device, all others read it on the host.
-
-    Args:
-        key: name of the state.
-        value: the state.
-        group: options of the parameter's group.
-        parameter: the parameter.
     """
     if key != "step":
         return value.to(parameter.device)
@@ -145,7 +139,6 @@ class UserGroups:
     """Re-points parameter groups, emptied in place, at pieces of parameters and at whole ones that this rank owns.
 
     Args:
-        groups: the parameter groups of the user's optimizer.
         order: the local parameters as the groups held them before; None for parameters of other stages.
         wholes: the parameters whose pieces are not for the optimizer.
     """

@@ -34,7 +34,6 @@ def step_in_parts(
 
     Args:
         parts: parameters of its groups, each in one part.
-        step: its step.
         after: called with the index of each part whose step is done.
 
     Returns:
@@ -120,9 +119,6 @@ class Stepper:
     States that are offloaded are made by its first step in plain memory, which must never have all of them: it then
     steps on one bucket after the other, whose states move after it. A step with a closure evaluates the whole model in
     its middle, so it runs on all parameters at once.
-
-    Args:
-        memory: where its states are.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, memory: StateMemory) -> None:
@@ -175,10 +171,6 @@ class Stepper:
 
 class _Part:
     """The parameters of one bucket that the user's optimizer holds, or one whole parameter, with their states.
-
-    Args:
-        holder: the bucket or the parameter.
-        memory: where states are.
 
     Attributes:
         places: parameter of the optimizer -> its place in the bucket.

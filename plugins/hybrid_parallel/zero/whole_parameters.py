@@ -37,7 +37,6 @@ class HeldPart:
     """A part on one rank.
 
     Attributes:
-        index: number of the parameter.
         place: which of the different shards it belongs to: copies of a shard have one place.
         start, stop: range in the flattened shard.
     """
@@ -61,7 +60,6 @@ class ParameterExchange:
     Args:
         group: the ranks that hold the parts.
         specs: how the parameters are sharded; the ranks of a spec need not be those of the group.
-        owners: the owner of each parameter, a rank of the group.
         held: the parts on this rank, in the order in which values are passed.
         dtype, device: of the values.
     """

@@ -180,7 +180,6 @@ class RepeatedLayers(nn.ModuleList):
     """A layer list whose length is the depth of the model; the layers keep their names and parameters.
 
     Args:
-        modules: the distinct layers.
         order: index of the layer that runs at each position.
     """
 

@@ -79,7 +79,6 @@ class Plan:
         splits_sequence: whether layers can process slices of a sequence between the regions of the plan
             (`split_gather`): only their attention mixes tokens. For shipped plans see `divides_sequences`, too.
         head_losses: losses of heads that differ from the usual ones for their suffix, see `Policy.head_losses`.
-        origin: who made the plan.
     """
 
     styles: Mapping[str, str] | None

@@ -131,7 +131,6 @@ def candidates(model: nn.Module, batch: Mapping[str, Any]) -> list[Alternatives]
 
     Args:
         model: the whole model, small enough for one forward pass.
-        batch: inputs of its forward.
     """
     names = ("attention_mask",)  # a fully padded row has no derivatives
     whole = {name: torch.ones_like(value) if name in names else value for name, value in batch.items()}

@@ -37,7 +37,6 @@ def described(default: Any, rule: str, example: Any) -> Any:
     Args:
         default: default value; `...` for a required key.
         rule: text that follows a wrong value, such as "is not a positive integer; use 1 or more".
-        example: a valid value.
     """
     return Field(default=default, description=rule, examples=[example])
 
@@ -51,7 +50,6 @@ def sentences(error: ValidationError, model: type[BaseModel], where: str = "") -
     """Convert the errors of pydantic to sentences.
 
     Args:
-        error: the validation error.
         model: model that was validated; all of its fields are `described`.
         where: prefix of the key names, such as "fp16.".
     """
@@ -391,9 +389,6 @@ class DeepSpeedConfig(BaseModel):
     def options(self, dp_size: int) -> dict[str, Any]:
         """Convert the configuration to options of `HybridParallelPlugin`.
 
-        Args:
-            dp_size: number of replicas.
-
         Raises:
             ConfigurationError: the batch sizes are inconsistent with this number of replicas.
         """
@@ -415,9 +410,6 @@ class DeepSpeedConfig(BaseModel):
 
     def batch_sizes(self, dp_size: int) -> tuple[int | None, int | None]:
         """Return the samples of a micro-batch and the micro-batches of a step; None for a number that is not given.
-
-        Args:
-            dp_size: number of replicas.
 
         Raises:
             ConfigurationError: the batch sizes are inconsistent with this number of replicas.
@@ -492,7 +484,6 @@ class DeepSpeed3DParallelConfig:
     """Configuration with the fields of ATorch's class of this name; see `HybridParallelPlugin.from_3d_config`.
 
     Attributes:
-        base_seed: seed of the random streams.
         tpinfo: which modules are sharded; None, or one without rules, selects the policy of the model's family.
         custom_patcher: path of a module or the end of a path -> `patch(forward, module)`, which returns its new
             forward.

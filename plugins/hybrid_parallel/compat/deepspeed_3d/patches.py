@@ -27,7 +27,6 @@ def find_patched(model: nn.Module, patcher: Mapping[str, Patch]) -> dict[nn.Modu
     """Find the modules that `patcher` names.
 
     Args:
-        model: the whole model.
         patcher: path of a module or the end of a path, in which `*` stands for any number -> patch. A full path selects
             only that module.
 
@@ -61,7 +60,6 @@ class ForwardPatches:
     patch then gets the sharded module and its forward.
 
     Args:
-        model: the whole model.
         patched: module -> its patches.
     """
 

@@ -39,7 +39,6 @@ def with_tied_head(model: nn.Module, logit_helper: LogitHelper | None) -> nn.Mod
     A model that already has a head keeps it, tied or not.
 
     Args:
-        model: the model.
         logit_helper: computes the logits of the tied head; None for the family's own computation.
 
     Raises:
@@ -161,8 +160,6 @@ def adapted(
         batch: a mapping, or ((inputs...), (labels...)).
         names: names of the model's inputs, in order.
         model: the model, for the criterion.
-        criterion: the user's loss function, or None.
-        needs_loss: whether a loss is required.
 
     Raises:
         ConfigurationError: the batch has another form or more inputs than the model, or a required loss function is
@@ -216,7 +213,6 @@ class ThreeDPlugin(HybridParallelPlugin):
     """Plugin that `HybridParallelPlugin.from_3d_config` creates; see there.
 
     Attributes:
-        three_d: the configuration.
         optimizer, lr_scheduler: the boosted optimizer and schedule built from `ds_config`; None if it describes none or
             `boost` was given one.
     """

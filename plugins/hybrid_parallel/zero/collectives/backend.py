@@ -22,9 +22,6 @@ from shardformer.distributed.collectives import all_gather_flat, reduce_scatter_
 class ZeroCollectives:
     """ZeRO collectives by the backend's own implementation.
 
-    Args:
-        group: the process group of the ranks.
-
     Attributes:
         shard_memory: memory of the shards of parameters if they are offloaded, else None.
     """
@@ -88,12 +85,7 @@ class ZeroCollectives:
 
 
 class ReduceScatterHandle:
-    """Handle of a reduce-scatter in progress.
-
-    Args:
-        shard: memory for the result.
-        works: works to wait for.
-    """
+    """Handle of a reduce-scatter in progress."""
 
     def __init__(self, shard: Tensor, works: Sequence[Any] = ()) -> None:
         self.shard, self._works = shard, works

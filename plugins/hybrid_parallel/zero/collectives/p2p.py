@@ -126,12 +126,7 @@ def tag_of(turn: int, kind: int) -> int:
 
 
 class HierarchicalCollectives(P2PCollectives):
-    """ZeRO collectives between CPUs: the ranks of a machine follow one another, and each machine has as many.
-
-    Args:
-        group: the process group of the ranks.
-        ranks_per_machine: number of ranks of each machine.
-    """
+    """ZeRO collectives between CPUs: the ranks of a machine follow one another, and each machine has as many."""
 
     def __init__(self, group: ProcessGroup, ranks_per_machine: int) -> None:
         super().__init__(group)

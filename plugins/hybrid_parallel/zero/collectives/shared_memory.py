@@ -146,7 +146,6 @@ class SignalSocket:
     """Socket to one other rank.
 
     Args:
-        connection: the connected socket.
         rank: the other rank's number, for error messages.
     """
 
@@ -375,7 +374,6 @@ class SharedMemoryCollectives(P2PCollectives):
     """ZeRO collectives between CPUs of one machine: every rank reads what it needs from the others' memory.
 
     Args:
-        group: the process group of the ranks.
         neighbours: memory of the other ranks and sockets to them.
     """
 
