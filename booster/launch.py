@@ -221,10 +221,7 @@ def take_profile_request() -> tuple[int, Path] | None:
 
 
 def machine_of_this_rank() -> str:
-    """Return a name of the machine that this rank runs on: the host, and its number if the launcher counts machines.
-
-    Two agents of torchrun on one host are two machines, as the job was told.
-    """
+    """Return this rank's machine: the host, and its number if the launcher (torchrun's agents) counts them."""
     number = next((os.environ[name] for name in _MACHINE_NUMBERS if name in os.environ), None)
     return socket.gethostname() + ("" if number is None else f" (machine {number})")
 

@@ -122,11 +122,7 @@ class ModelSharder:
         received.head_inputs = {name for each in self.policy.stages.chain for name in each.head_inputs}
 
     def check(self) -> None:
-        """Check the policy against the full model before anything is changed.
-
-        Raises:
-            ValueError: the model cannot be sharded as requested; the message lists all reasons.
-        """
+        """Check the policy against the full model before any change; ValueError with all reasons."""
         problems = [*self.policy.check(), *self._check_towers()]
         for part in self.policy.parts:
             if routers_are_asked(part.model, {}):
@@ -409,10 +405,7 @@ class ModelSharder:
         return found
 
     def _names_on_several_stages(self, groups: list[list[str]]) -> list[tuple[list[str], list[int]]]:
-        """Return parameters (all names of each) held by several stages, with these stages.
-
-        Must be called before the model is partitioned.
-        """
+        """Return parameters (all names of each) held by several stages, and these, before partitioning."""
         if self._cut is None:
             return []
         holders = [(names, sorted(set.union(*map(self._cut.holders, names)))) for names in groups]
@@ -510,11 +503,7 @@ class ShardModel:
 
 
 def as_policy(policy: type | Policy | None) -> Policy | None:
-    """Convert a policy, a policy class or a slot policy class to a `Policy` object; None stays None.
-
-    Raises:
-        TypeError: `policy` is none of these.
-    """
+    """Convert a policy, its class or a slot policy class to a `Policy`; None stays; TypeError for others."""
     if policy is None or isinstance(policy, Policy):
         return policy
     if isinstance(policy, type) and hasattr(policy, "argument_policy"):

@@ -337,11 +337,7 @@ def _interruption() -> Exception:
 
 
 def _run(options: argparse.Namespace, was_reported: Callable[[], bool]) -> int:
-    """Run torchrun and return the job's exit code.
-
-    Args:
-        was_reported: tells whether a rank has reported why the job failed.
-    """
+    """Run torchrun; return the job's exit code. `was_reported`: whether a rank has said why it failed."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

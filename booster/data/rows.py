@@ -141,11 +141,7 @@ def attention_length_of(hidden_size: int) -> int:
 
 
 def cost_of(length: int, attention_length: int = ATTENTION_LENGTH) -> int:
-    """Return the relative cost of a document: its linear layers, and the square of its length for attention.
-
-    Args:
-        attention_length: length at which both cost the same.
-    """
+    """Return a document's relative cost: linear, plus attention, which is as large at `attention_length`."""
     return length * (attention_length + length)
 
 
@@ -214,12 +210,7 @@ def ids_of(item: Any) -> Any:
 
 
 def labels_of(item: Any, ids: Tensor, name: str, least: int = 0) -> Tensor:
-    """Return the labels of an item, its `ids` where it has none; refuse other numbers of them than of tokens.
-
-    Args:
-        name: of the item, for the refusal.
-        least: tokens that the item was packed with.
-    """
+    """Return an item's labels, by default its `ids`, one for each; `name`: for the refusal; `least`: tokens."""
     given = item.get("labels") if isinstance(item, Mapping) else None
     labels = ids if given is None else torch.as_tensor(given, dtype=torch.long)
     if len(ids) < least or labels.shape != ids.shape:

@@ -130,11 +130,7 @@ class PackedStream(IterableDataset[list[Document]]):
         return {"epoch": self.epoch, **{name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the epoch of the next iteration to a saved one; rows are ordered as those of the saved run.
-
-        Raises:
-            ConfigurationError: the saved rows have another `max_tokens` or `too_long`.
-        """
+        """Set the next epoch to a saved one, in its order; refuses another `max_tokens` or `too_long`."""
         for name in ("max_tokens", "too_long"):
             if state[name] != getattr(self, name):
                 raise ConfigurationError(

@@ -153,11 +153,7 @@ class Rendezvous:
         self.meet(timeout_s, waits=False)
 
     def meet(self, timeout_s: float, waits: bool = True) -> None:
-        """Find the store, or hold it; also after the machine that held it is lost.
-
-        Args:
-            waits: leave the machines that come earlier in the list the time to hold it.
-        """
+        """Find the store, or hold it, also after it was lost; `waits`: for machines earlier in the list."""
         self._server, self.leads = None, False
         until = time.monotonic() + timeout_s
         own = next((index for index, each in enumerate(self._endpoints) if each.is_here()), None)

@@ -370,10 +370,7 @@ class Requests:
         link.periodic_tasks.append(self._look)
 
     def joins(self) -> bool:
-        """Return whether all ranks take part in this call, which is one of rank 0, or of all.
-
-        Rank 0 waits for the first of the others, or until all of them wait for something else, or have ended.
-        """
+        """Return whether all ranks take part in this call of rank 0, or of all; rank 0 waits for another."""
         while True:
             self._calls += 1
             key = f"call/{self._calls}"

@@ -58,14 +58,7 @@ def check_version(found: str) -> None:
 
 
 def check_options(options: dict[str, Any], precision: str, on_gpu: bool) -> None:
-    """Refuse options that would train otherwise than they say.
-
-    Args:
-        precision: the plugin's: "fp32", "bf16", "fp16" or "fp8".
-
-    Raises:
-        ConfigurationError: the option, the reason, and what to use.
-    """
+    """Refuse options that would train otherwise than they say; `precision`: the plugin's."""
     for name, reason in _ENGINES.items():
         if options.get(name) is not None:
             raise ConfigurationError(f"Accelerator({name}=...): {reason}")

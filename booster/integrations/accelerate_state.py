@@ -94,11 +94,7 @@ class StateFolders:
         )
 
     def _save(self, folder: Path) -> None:
-        """Write the state of all prepared and registered objects; all ranks call it.
-
-        Raises:
-            ConfigurationError: if there is no model, a model has several optimizers, or a state is not plain data.
-        """
+        """Write the state, plain data, of all prepared and registered objects; all ranks call it."""
         groups = self._groups()
         for each in self._custom_objects:
             _write_custom(each, None)

@@ -45,11 +45,7 @@ def check_version(found: str) -> None:
 
 
 def check_job(args: Any) -> None:
-    """Refuse arguments that count other processes than the process group does.
-
-    Raises:
-        ConfigurationError: if the ranks were started without torchrun's environment variables, or for another engine.
-    """
+    """Refuse arguments, or ranks, that count other processes than the process group does."""
     for name, variable in (("FSDP", "ACCELERATE_USE_FSDP"), ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED")):
         if parse_flag_from_env(variable):
             raise ConfigurationError(

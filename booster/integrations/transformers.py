@@ -59,11 +59,7 @@ def boosted(trainer_class: type) -> type:
 
 
 class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
-    """Mixin that makes a Trainer train boosted models; see `boosted`.
-
-    Raises:
-        ConfigurationError: if `plugin` is missing, or an argument of the Trainer cannot hold under the layout.
-    """
+    """Mixin that makes a Trainer train boosted models by `plugin`, or refuses its arguments; see `boosted`."""
 
     def __init__(self, *args: Any, plugin: Plugin | None = None, **kwargs: Any) -> None:
         if plugin is None:

@@ -59,14 +59,7 @@ def check_trainer_class(names: list[str]) -> None:
 
 
 def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
-    """Refuse options of a configuration that would train otherwise than they say.
-
-    Args:
-        names: as for `check_trainer_class`.
-
-    Raises:
-        ConfigurationError: the option, the reason, and what to use.
-    """
+    """Refuse options of a configuration that would train otherwise than they say."""
     kind = type(args).__name__
     if names[0] in _PAIRED and plugin.dp_size > 1:
         raise ConfigurationError(

@@ -102,11 +102,7 @@ class _ServedGeneration:
         self.vllm_client.init_communicator(device=self.accelerator.device)
 
     def sync_weights(self) -> None:
-        """Send the server what `save_model` would write, with adapters added to their base.
-
-        Raises:
-            ServerError: it did not take them; raised on all ranks, when all have gathered their part.
-        """
+        """Send the server what `save_model` would write, merged; raises ServerError on all ranks if it fails."""
         if self._weight_metadata is None:  # TRL announces all tensors before the first one
             self._weight_metadata = [
                 (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in self._weights()

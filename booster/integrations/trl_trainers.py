@@ -56,11 +56,7 @@ def _names_in_trl(trainer_class: type) -> list[str]:
 
 
 class BoostedTRLTrainer:
-    """Mixin of a boosted trainer of TRL.
-
-    Raises:
-        ConfigurationError: if an option of the trainer cannot hold under the layout.
-    """
+    """Mixin of a boosted trainer of TRL; refuses options that cannot hold under the layout."""
 
     def __init__(self, *args: Any, plugin: Plugin | None = None, **kwargs: Any) -> None:
         if plugin is not None:
@@ -237,11 +233,7 @@ class BoostedTRLTrainer:
         super()._estimate_optimal_values()
 
     def _check_shares(self, rows: int) -> None:
-        """Refuse a batch of which a replica has no samples, or, where groups are compared, fewer than another.
-
-        Raises:
-            ConfigurationError: the samples of each replica; raised on all of them.
-        """
+        """Refuse, on all replicas, a batch of which one has no samples, or fewer where groups are compared."""
         if self.plugin.dp_size == 1:
             return
         counts = self.accelerator.replicas.gather(torch.tensor(rows, device=self.args.device)).tolist()

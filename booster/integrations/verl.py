@@ -267,11 +267,7 @@ class HybridBoosterEngine(BaseEngine):
         return self.engine_config.optimizer_offload
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Check that nothing has to move: what is offloaded never stays on the device, and what is not always does.
-
-        Raises:
-            ConfigurationError: if a GPU is to be left by what is not offloaded.
-        """
+        """Check that nothing has to move: what is offloaded is never on the GPU, what is not always."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         if device != "cpu" or self.mesh.device_type == "cpu":
             return

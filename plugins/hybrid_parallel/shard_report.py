@@ -80,11 +80,7 @@ class RankShards:
 
 @random_numbers_apart()
 def shard_report(build: Callable[[], nn.Module], config: HybridParallelConfig, world_size: int) -> list[RankShards]:
-    """Return the shards of each rank of the first replica; the other replicas hold the same.
-
-    Args:
-        build: function that builds the whole model; called on the meta device, once for each of these ranks.
-    """
+    """Return the shards of the first replica's ranks; `build`: called on the meta device for each of them."""
     if dist.is_initialized():
         raise ConfigurationError("process groups already exist; inspect a layout in a separate process")
     parallel = config.parallel

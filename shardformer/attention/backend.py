@@ -384,10 +384,7 @@ def xformers_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Run xformers' memory-efficient attention; query, key, value: [batch, heads, seq, head_dim].
-
-    Masks are those that transformers makes for SDPA. The output is [batch, seq, heads, head_dim].
-    """
+    """Run xformers' kernel with SDPA's masks: [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim]."""
     from xformers.ops import LowerTriangularMask, memory_efficient_attention
 
     groups = query.shape[1] // key.shape[1]

@@ -34,11 +34,7 @@ class OwnAttention(nn.Module):
         return True
 
     def needs_native(self, output_attentions: bool) -> bool:
-        """Return whether the native code must run, because the attention weights are asked for.
-
-        Raises:
-            ValueError: the native code would attend to this rank's slice of the sequence only.
-        """
+        """Whether native code must give attention weights; ValueError if it would see a slice of the sequence."""
         if output_attentions and getattr(self, "sequence_exchange", None) is not None:
             raise ValueError(
                 "output_attentions=True is not possible under sequence_parallelism_mode='all_to_all', where no rank "

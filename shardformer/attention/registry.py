@@ -369,11 +369,7 @@ def _configured(model: nn.Module) -> Iterator[tuple[Any, list[nn.Module]]]:
 def needs_of(
     model: nn.Module, config: Any, modules: list[nn.Module], device: torch.device, dtype: torch.dtype, trains: bool
 ) -> AttentionNeeds:
-    """Return what the attentions that read one configuration need.
-
-    Args:
-        modules: the modules that read it; those that are models of transformers declare what they support.
-    """
+    """Return what the attentions of one configuration need; `modules`: that read it, and declare support."""
     routed = all(getattr(module, "attends_by_registry", False) for module in modules)  # what the model says is its own
     owners = [*([] if routed else [model]), *(module for module in modules if hasattr(module, "_supports_sdpa"))]
     restricted = [getattr(owner, "_compatible_flash_implementations", None) for owner in owners]

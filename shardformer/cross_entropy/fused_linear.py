@@ -207,10 +207,7 @@ class _ChunkedLoss:
                 logits.copy_(exponentials)
 
     def _over_ranks(self, peak: Tensor, total: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """Reduce to the whole vocabulary, [chunk] each: log-sum-exp, and logit of the label.
-
-        One all-gather of three numbers per token, instead of two all-reduces that wait for each other.
-        """
+        """Reduce log-sum-exp and label's logit, [chunk] each, over ranks by one all-gather, not two all-reduces."""
         if self.cut.group is None:
             return peak + total.log(), picked
         mine = torch.stack([peak, total, picked])

@@ -54,11 +54,7 @@ class ProcessGroups:
 
 
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> ProcessGroup:
-    """Create a process group with the job's timeout that takes CPU tensors, even if the default group does not.
-
-    Args:
-        ranks: members; None for all ranks.
-    """
+    """Create a group, for CPU tensors too, with the job's timeout; `ranks`: members; None for all."""
     world = dist.group.WORLD
     bound = world.bound_device_id
     if options.get("use_local_synchronization"):

@@ -38,11 +38,7 @@ class LinearKernel(ABC):
         """Return (out, in) of the weight of a layer."""
 
     def cuts_inputs(self, native: nn.Module, features: ShardSpec) -> bool:
-        """Return whether the weight can be cut between inputs such that partial products sum up to the whole product.
-
-        Args:
-            features: sharding of its inputs, of one dim.
-        """
+        """Return whether partial products of a weight cut between inputs, `features` of one dim, sum up."""
         return True
 
     @abstractmethod

@@ -47,11 +47,7 @@ from shardformer.utils.module_paths import has_module, replace_module
 
 
 def cut_adapter(layer: nn.Module, path: str, config: ShardConfig) -> None:
-    """Shard all adapters of a layer of peft like its base layer, which is already sharded.
-
-    Raises:
-        ValueError: the adapter cannot follow the sharding of this base layer's outputs or inputs.
-    """
+    """Shard all adapters of a peft layer like its sharded base layer; ValueError if they cannot follow."""
     if is_a(layer, "trainable tokens"):
         look_up_trained_rows(layer.token_adapter)
         layer.token_adapter.merge = partial(_refuse_merge, "trainable_token_indices", _CUT_VOCABULARY)

@@ -135,10 +135,7 @@ def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:
 
 
 def share_input_of_normed_experts(experts: nn.Module, group: ProcessGroup) -> None:
-    """Make the input of experts tensor-parallel whose `post_expert_norm` reads the output of each: the sum over ranks.
-
-    So routing weights meet whole outputs, and their gradients are whole.
-    """
+    """Make the input of experts tensor-parallel whose `post_expert_norm` reads whole outputs."""
     experts.register_forward_pre_hook(lambda _, args: (copy_to_region(args[0], group), *args[1:]))
     experts.post_expert_norm.register_forward_pre_hook(lambda _, args: reduce_from_region(args[0].clone(), group))
     _avoid_unaligned_kernel(experts, num_parts(group))

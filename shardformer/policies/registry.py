@@ -85,10 +85,7 @@ def registered_policy_of(cls: type[nn.Module]) -> type[Policy] | None:
 
 
 def family_policy_of(cls: type[nn.Module]) -> type[Policy] | None:
-    """Return this package's policy of a model class of a library; None if there is none.
-
-    A class of remote code is matched by its unqualified name with the classes of this package.
-    """
+    """Return this package's policy of a library's class, or None; remote code is matched by unqualified name."""
     if cls.__module__.startswith("transformers_modules."):
         return _named_like(cls.__name__, "shardformer.")
     folder = _FOLDER.match(cls.__module__)

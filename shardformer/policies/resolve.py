@@ -38,14 +38,7 @@ class ResolvedPlan:
 
 
 def resolve(model: nn.Module, shard_config: ShardConfig | None = None, policy: Policy | None = None) -> ResolvedPlan:
-    """Return how a model is cut; the model is not changed.
-
-    Args:
-        policy: the user's; None looks it up by the model's class.
-
-    Raises:
-        ValueError: no policy is known.
-    """
+    """Return how an unchanged model is cut; `policy`: the user's; None: by class; ValueError if unknown."""
     config = shard_config or ShardConfig()
     found = policy_of(model, config, policy)
     found.set_model(model)

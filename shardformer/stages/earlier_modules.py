@@ -201,11 +201,7 @@ class FeaturesByLayer(dict[int, Tensor]):
 
 
 def keys_between(names: Collection[str], layers: range) -> list[Key]:
-    """Return the names of all tensors that a stage may receive, in the order of a message.
-
-    Args:
-        layers: numbers of the layers of this stage and of later ones.
-    """
+    """Return names of tensors in a message's order; `layers`: numbers of this stage's and later layers."""
     return [(name, "") for name in names] + [(name, str(number)) for number in layers for name in names]
 
 

@@ -106,10 +106,7 @@ class StageInput:
         self.kept = dict(zip(keeps, [*kept, *[None] * (len(keeps) - len(kept))], strict=True))
 
     def dummy(self) -> Tensor:
-        """Return a new tensor of NaN shaped like the hidden state; new, because some models scale embeddings in place.
-
-        Should a later layer read it, the loss is NaN instead of wrong.
-        """
+        """Return a new NaN tensor like the hidden state: models may scale it in place, none may use it."""
         return torch.zeros(()) if self.hidden is None else torch.full_like(self.hidden, torch.nan)
 
 
@@ -223,10 +220,7 @@ class ReceivedPatches(Received):
 
 
 class ReceivedUnpadded(StagePlaceholder):
-    """Placeholder for an embedding whose output the model pads to whole blocks.
-
-    The received hidden state is already padded, so the dummy takes its length from the token ids.
-    """
+    """Placeholder for an embedding padded to blocks; the dummy takes its length from the token ids."""
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return zeros [batch, seq, hidden] as long as `ids` [batch, seq]."""
@@ -418,10 +412,7 @@ def _collects_outputs(hook: Callable[..., Any]) -> bool:
 
 
 def with_attributes(stand_in: StagePlaceholder, native: nn.Module) -> StagePlaceholder:
-    """Copy to a placeholder what models read without calling the module: strides, a layer's attention type.
-
-    The hooks that collect hidden states collect the output of the placeholder.
-    """
+    """Copy to a placeholder what models read without a call, such as strides; hooks collect its output."""
     for key, hook in native._forward_hooks.items():
         if _collects_outputs(hook):
             stand_in._forward_hooks[key] = hook

@@ -38,12 +38,7 @@ _FIELDS = "attentions"  # attentions, cross_attentions, encoder_attentions, ...
 
 
 def return_whole_scores(model: nn.Module, head_counts: Collection[int], group: ProcessGroup) -> None:
-    """Let `model` return the scores of all heads when it is asked for scores.
-
-    Args:
-        head_counts: possible numbers of heads of an attention in the whole model.
-        group: the ranks that share the heads.
-    """
+    """Let `model` return the scores of all heads if asked; `head_counts`: of the whole model's attentions."""
     counts = frozenset(head_counts)
 
     def gather(_: nn.Module, __: tuple, outputs: Any) -> Any:
@@ -63,11 +58,7 @@ def _returning(model: nn.Module) -> list[nn.Module]:
 
 
 def whole_scores(outputs: Any, head_counts: Collection[int], group: ProcessGroup) -> Any:
-    """Gather the scores of all heads in `outputs` of transformers, in place; return anything else unchanged.
-
-    Raises:
-        ValueError: ranks have neither all heads nor shards that add up to all heads.
-    """
+    """Gather the scores of all heads in `outputs`, in place; ValueError if shards do not add up to them."""
     if not isinstance(outputs, Mapping):
         return outputs
     for name, value in outputs.items():

@@ -208,10 +208,7 @@ def mixers_of_layers(model: nn.Module, policy: Policy) -> list[nn.Module]:
 
 
 def _reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
-    """Return the innermost module around the layers that takes token ids and position ids.
-
-    The innermost one, because heads may call it directly.
-    """
+    """Return the innermost module, which heads may call, that takes token ids and position ids."""
     path = policy.layer_lists[0].split(".")[:-1]
     around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
     asked = {"input_ids", "position_ids"}

@@ -119,10 +119,7 @@ class KeptLayers:
             log_once(name, f"keeps {kept[0].path}{more} whole on every rank, because of {self.reasons[kept[0].native]}")
 
     def _cut_apart(self) -> list[nn.Module]:
-        """Return layers that share a parameter, of which their replacements would hold different shards.
-
-        Replacements of the user's own are expected to know what they share.
-        """
+        """Return layers that share a parameter of which replacements, but the user's, hold different shards."""
         sharing: dict[int, list[Replacement]] = {}
         for each in self.replacements:
             for parameter in each.native._parameters.values():
@@ -192,10 +189,7 @@ class KeptLayers:
 
 
 def _reason(each: Replacement) -> str | None:
-    """Return what the replacement of a module would lose; None if nothing.
-
-    A replacement class of the user's own is expected to handle everything except hooks.
-    """
+    """Return what a replacement would lose, or None; the user's own handle everything except hooks."""
     reason = user_code(each.native) if _is_ours(each) else hook_on(each.native)
     options = ("max_norm", "scale_grad_by_freq", "sparse")
     if reason is None and isinstance(each.native, nn.Embedding):

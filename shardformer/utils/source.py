@@ -70,10 +70,7 @@ def _nested(statements: Iterable[ast.AST], prefix: str = "") -> Iterator[tuple[s
 
 
 def names_read_by(function: Any) -> set[str]:
-    """Return the globals and attributes that a function looks up by name; none if it is not written in Python.
-
-    The operator `@` is `matmul`.
-    """
+    """Return the globals and attributes that a function looks up by name, `@` as `matmul`; none in C code."""
     function = inspect.unwrap(getattr(function, "func", function))
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return set() if code is None else set(_names_in(code))

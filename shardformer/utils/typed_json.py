@@ -254,12 +254,7 @@ _LARGEST = 2**28  # bytes; the index of the largest models has a few megabytes
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Raises:
-        ValueError: not a JSON object, or it has a duplicate key, is nested too deeply or is too large; the message
-            names the file.
-    """
+    """Read the JSON object in a file; ValueError, naming it, if malformed, too deep or too large."""
     if path.stat().st_size > _LARGEST:
         raise ValueError(
             f"{path} has {path.stat().st_size} bytes, more than the {_LARGEST} of any JSON; do not load it"

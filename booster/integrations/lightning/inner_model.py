@@ -92,10 +92,7 @@ def attribute_of_boosted(module: nn.Module) -> str:
 
 
 def bind_own_methods(boosted: ModelWrapper) -> None:
-    """Bind the methods of the user's own classes to the boosted model, which is then the one that they call.
-
-    Methods that call `super()`, and those of libraries, stay those of the sharded model.
-    """
+    """Bind methods of the user's classes that do not call `super()` to the boosted model."""
     inner = boosted.unwrap()
     for cls in reversed(type(inner).__mro__):
         if cls is object or cls.__module__.partition(".")[0] in _LIBRARIES:

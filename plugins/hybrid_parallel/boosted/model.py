@@ -59,11 +59,7 @@ if TYPE_CHECKING:
 
 
 def copy_module(module: nn.Module, mesh: HybridMesh, memo: dict[int, Any]) -> nn.Module:
-    """Make a deep copy of a sharded model: its own parameters and buffers, sharded the same way, on the same ranks.
-
-    Args:
-        memo: memo of `copy.deepcopy`; afterwards it includes the new parameters.
-    """
+    """Make a deep copy of a sharded model, on the same ranks; `memo`: of `copy.deepcopy`, gets the parameters."""
     for shared in _shared(module, mesh):
         memo[id(shared)] = shared
     for parameter in module.parameters():

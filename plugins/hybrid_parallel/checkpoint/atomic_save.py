@@ -194,10 +194,7 @@ def is_whole(path: Path) -> bool:
 
 
 def keep_latest(path: Path, number: int) -> None:
-    """Remove all but the newest `number` checkpoints in the folder of `path`.
-
-    Damaged checkpoints and symbolic links are neither counted nor removed.
-    """
+    """Remove all but the newest `number` checkpoints; damaged ones and links are neither counted nor removed."""
     sound = [each for each in checkpoints_in(path.parent) if not each.is_symlink() and is_whole(each)]
     for old in sound[number:]:
         if old != path:
@@ -249,11 +246,7 @@ def lock_directory(directory: Path) -> int | None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[bool]:
-    """Lock a directory within the context; yields whether the file system supports locks, so that the lock is certain.
-
-    Raises:
-        InUseError: another save holds the lock.
-    """
+    """Lock a directory, or raise InUseError; yields whether the file system has locks, and it is certain."""
     handle = lock_directory(directory)
     try:
         yield handle is not None

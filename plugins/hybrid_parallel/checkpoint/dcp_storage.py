@@ -60,11 +60,7 @@ def write_tensors(tensors: Mapping[str, GlobalTensor], path: Path) -> WrittenTen
 
 
 def read_tensors(tensors: Mapping[str, GlobalTensor], directory: Path, manifest: Manifest) -> None:
-    """Fill rectangles from a checkpoint that any layout saved.
-
-    Raises:
-        ConfigurationError: a tensor is missing, has another shape, or is not covered by its chunks.
-    """
+    """Fill rectangles from a checkpoint of any layout; ConfigurationError if it does not cover them."""
     reader = _Reader(directory, manifest)
     _without_wrapping(lambda: dcp.load(dict(tensors), storage_reader=reader, planner=_LoadPlanner(), no_dist=True))
 

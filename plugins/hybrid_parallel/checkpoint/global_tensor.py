@@ -417,10 +417,7 @@ def _batched(operation: Callable[..., Any], tensors: Mapping[int, Tensor], group
 
 
 def whole_state_dict(model: HybridParallelModel, mesh: HybridMesh) -> WholeState:
-    """Return the whole model's parameters and persistent buffers by all of their names; all ranks call it.
-
-    The tensors of tied names are the same one, as in the model that was given to `boost`.
-    """
+    """Return all parameters and persistent buffers, whole, by all names (tied ones as one); all ranks call it."""
     mine: dict[str, Tensor] = {}
     for names, tensor in local_tensors(model, unique=True):
         full = assemble(tensor, tensor.detach(), mesh.group(spec_of(tensor).axis)).cpu()

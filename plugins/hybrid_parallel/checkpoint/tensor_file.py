@@ -348,10 +348,7 @@ class TensorFileReader:
 
 
 def _in_one_piece(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
-    """Return the start of a rectangle in the flattened tensor if it is contiguous there, otherwise None.
-
-    A rectangle is contiguous if every dim after its first dim of length != 1 is complete.
-    """
+    """Return a rectangle's start in the flattened tensor if it is contiguous there; None otherwise."""
     cut = next((dim for dim, length in enumerate(lengths) if length != 1), len(shape))
     if list(lengths[cut + 1 :]) != list(shape[cut + 1 :]):
         return None

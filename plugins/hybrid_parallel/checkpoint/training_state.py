@@ -163,11 +163,7 @@ def manifest_of(
 def take_snapshot(
     mesh: HybridMesh, objects: dict[str, Any], extra: dict[str, Any], elsewhere: Collection[str]
 ) -> StateSnapshot:
-    """Take a snapshot of the current state; its tensors are views of the live training tensors.
-
-    Args:
-        elsewhere: model buffers that another stage writes.
-    """
+    """Return the state, as views of live tensors; `elsewhere`: model buffers that another stage writes."""
     model, optimizer = objects.get("model"), objects.get("optimizer")
     if optimizer is not None:
         optimizer.refuse_accumulated()
@@ -293,14 +289,7 @@ def pieces_in(directory: Path) -> Iterator[Piece]:
 
 
 def write_piece(piece: Piece, directory: Path, state: StateSnapshot, plans: dict[str, Any]) -> None:
-    """Write a piece.
-
-    Args:
-        plans: what the next round is to know besides, as JSON.
-
-    Raises:
-        ConfigurationError: there is not enough memory.
-    """
+    """Write a piece, or raise a ConfigurationError for want of memory; `plans`: for the next round, as JSON."""
     with _naming_space(directory):
         written = write_tensors(state.tensors, piece.data_in(directory))
         header = {"format": FORMAT, "part": [written, state.numbers], "state": state.state, "plans": plans}

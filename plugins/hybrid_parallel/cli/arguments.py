@@ -70,12 +70,7 @@ def given(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[
 
 
 def refuse_unused(found: Collection[str], used: Collection[str], what: str) -> None:
-    """Refuse an option that has no effect on the requested output.
-
-    Args:
-        used: names of the options that have an effect.
-        what: the requested output, such as "a model".
-    """
+    """Refuse an option that has no effect on the requested output `what`; `used`: those that have one."""
     unused = next((name for name in found if name not in used), None)
     if unused is not None:
         allowed = ", ".join(_spelled(name) for name in used)

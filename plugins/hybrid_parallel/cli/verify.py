@@ -73,11 +73,7 @@ class Proposal:
 def propose(
     config: Any, model_class: type[nn.Module], timeout_s: float, criterion: Criterion | None = None
 ) -> Proposal:
-    """Derive a plan from a tiny model of the class, and verify its parts on two ranks.
-
-    Raises:
-        ConfigurationError: the class has no loss, or no tiny model of it trains.
-    """
+    """Derive a plan from a tiny model of the class, which must train with a loss; verify it on two ranks."""
     refuse_without_loss(model_class, criterion)
     trial = VerifyCase(tiny_model_of(config, model_class, RANKS, RANKS, criterion), _ROWS, 1, {}, criterion)
     trial, precision, _ = plain_training(trial, None)

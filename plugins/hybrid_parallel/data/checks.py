@@ -266,11 +266,7 @@ def _numbers(holder: Any, *names: str) -> tuple[int, int] | None:
 
 
 def check_same_data(dataloader: DataLoader, group: ProcessGroup) -> None:
-    """Compare a loader across ranks: its dataset, its length, and the states of its generators.
-
-    Raises:
-        ConfigurationError: the loaders differ; raised on all ranks.
-    """
+    """Compare a loader's dataset, length and generators across ranks; raises ConfigurationError on all."""
     found = all_gather_json(_description(dataloader), group)
     for rank, other in enumerate(found):
         what = next((key for key, value in other.items() if value != found[0][key]), None)

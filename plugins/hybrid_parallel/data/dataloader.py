@@ -343,11 +343,7 @@ def shard_dataloader(
 
 
 def shard_dataloader_on_all_ranks(dataloader: DataLoader, mesh: HybridMesh, order: OrderStream) -> ShardedDataLoader:
-    """Call `shard_dataloader` on all ranks of the mesh, and check that their data is the same.
-
-    Raises:
-        ConfigurationError: see `shard_dataloader`, or the data differs; raised on all ranks.
-    """
+    """Call `shard_dataloader` on all ranks of the mesh; raises its ConfigurationError, or if data differs."""
     place, group = (mesh.rank("dp"), mesh.size("dp")), control_group()
     sharded = raise_on_all_ranks(lambda: shard_dataloader(dataloader, *place, mesh.device, order), group)
     if sharded is not dataloader:

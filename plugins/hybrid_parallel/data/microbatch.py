@@ -43,11 +43,7 @@ _SEVERAL_ROWS = ("labels", "context_input_ids", "context_attention_mask")
 
 
 def next_batch(batches: Any) -> Any:
-    """Return the next batch of an iterator; a mapping is itself a batch.
-
-    Raises:
-        StopIteration: the iterator is at its end.
-    """
+    """Return the next batch of an iterator, or raise StopIteration; a mapping is itself a batch."""
     if isinstance(batches, Mapping):
         return batches
     if isinstance(batches, Iterator):

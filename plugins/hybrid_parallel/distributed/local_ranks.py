@@ -118,11 +118,7 @@ class LocalRanks:
         self.stop()
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Let every rank run a module-level function after those submitted before.
-
-        Raises:
-            ConfigurationError: the function or its arguments cannot be pickled. All ranks are stopped then.
-        """
+        """Let every rank run a module-level function next; stops all if it or its arguments do not pickle."""
         try:
             with _without_main():
                 for rank, connection in enumerate(self._connections):

@@ -331,11 +331,7 @@ def report(optimizer: HybridParallelOptimizer, findings: list[Finding], is_watch
 
 
 def refuse_or_skip(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: HybridMesh) -> None:
-    """Raise an error, or log why a step is skipped; must be called on all ranks.
-
-    Raises:
-        NonFiniteError: if the optimizer's policy is to raise, or if a weight is bad, which no later step can repair.
-    """
+    """Log, on all ranks, why a step is skipped; NonFiniteError by option, or for a bad weight, which stays."""
     findings = first_findings(optimizer, trace, mesh)
     text = report(optimizer, findings, trace.watch is not None)
     if optimizer.options.nonfinite == "raise" or any(found.kind == WEIGHT for found in findings):

@@ -547,10 +547,7 @@ class RouterBalance:
         return self._with_gradient(value / self._mesh.size(DP_CP))
 
     def loss_of_replica(self) -> Tensor:
-        """Return the auxiliary loss of this replica's batch (0-d), if it has one stage and one pass.
-
-        The mean over context-parallel ranks, each of which has all of it, gives its gradient.
-        """
+        """Return this replica's auxiliary loss (0-d), of one stage and pass; context ranks average it."""
         value, self.weight = self._sum_over(self._mesh.group("cp")), float(self._mesh.size("cp"))
         return self._with_gradient(value)
 

@@ -89,11 +89,7 @@ class OffloadedStates(Storage):
         self._config, self._mesh = config, mesh
 
     def of_states(self, optim: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> StateMemory:
-        """Return the memory for an optimizer's states; all ranks must call this.
-
-        Raises:
-            ConfigurationError: if a directory cannot hold them; raised on all ranks, before anything is sharded.
-        """
+        """Return the memory for an optimizer's states, or refuse it on all ranks, which must call this."""
         place = self._config.offload.offload_optimizer
         directory, on_gpu = directory_of(place), self._mesh.device.type == "cuda"
         if directory is None:
@@ -108,11 +104,7 @@ class OffloadedStates(Storage):
         return self._open(directory, "offload_optimizer", size)
 
     def of_shards(self, params: Sequence[nn.Parameter]) -> StateMemory | None:
-        """Return the memory of shards of parameters, None if they are on their device; all ranks must call this.
-
-        Raises:
-            ConfigurationError: if a directory cannot hold them; raised on all ranks.
-        """
+        """Return the memory of shards of parameters, None on their device; refused on all ranks, which call it."""
         place = self._config.offload.offload_parameters
         directory = directory_of(place)
         if directory is None:

@@ -235,11 +235,7 @@ def _key(tensor: Tensor) -> int:
 def count_operator(
     func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor], result: Any
 ) -> Operator:
-    """Return the FLOPs and bytes of an operator that has run.
-
-    Args:
-        inputs, outputs: the tensors among its arguments and results.
-    """
+    """Return FLOPs and bytes of an operator that has run; `inputs`, `outputs`: its tensors."""
     name = func._schema.name.partition("::")[2]
     size = float(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)))
     if any(each in name for each in _ATTENTION):

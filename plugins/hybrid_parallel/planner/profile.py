@@ -158,14 +158,7 @@ class Profiler:
     kernels: tuple[str, ...] = ()  # switches of the plugin that layers are built with, such as `tiled_mlp`
 
     def profile(self, tp_size: int, sequence: bool) -> Profile:
-        """Profile tensor-parallel rank 0 of `tp_size`.
-
-        Args:
-            sequence: whether activations are sharded along the sequence.
-
-        Raises:
-            ConfigurationError: the model cannot be sharded like this.
-        """
+        """Profile rank 0 of `tp_size`, or refuse it; `sequence`: whether activations are sharded along it."""
         with fake_rank(0, tp_size):
             model, lists, wrapped = build_proxy_model(self.build, self._config(tp_size, sequence))
             local = self._locals(model)

@@ -376,11 +376,7 @@ class RankStates:
 
 
 def memory_of_rank(states: RankStates, own: Sequence[int], costs: Sequence[StageCost], alive: set[tuple]) -> Memory:
-    """Return the memory of a rank that holds the stages `own`.
-
-    Args:
-        alive: the numbers of live micro-batches of its stages, see `peak_activations`.
-    """
+    """Return the memory of a rank that holds the stages `own`; `alive`: see `peak_activations`."""
     layout, static = states.layout, states.static
     saved, off = activations(layout, own, costs, alive)
     passes = max(max(costs[stage].cost.forward_peak, costs[stage].cost.backward_peak) for stage in own)

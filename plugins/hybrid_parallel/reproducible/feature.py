@@ -268,11 +268,7 @@ class Reproducible(Feature):
 
 
 def _of_each_token(model: HybridParallelModel, this: Pass) -> AbstractContextManager[Any]:
-    """Let passes that generate, and those that score tokens, give each token the same bits.
-
-    Raises:
-        ConfigurationError: if tokens are scored by a model whose attention chooses its own order of sums.
-    """
+    """Let passes that generate or score give a token the same bits, unless attention chooses its own order."""
     scores = model.losses.scores is not None
     if not this.generates and not scores:
         return nullcontext()

@@ -295,10 +295,7 @@ class Batch:
         return packed_row(self.on_host, head_loss, has_labels) if has_labels or self.model.mesh.size("pp") > 1 else None
 
     def _refuse_short_start(self, units: int) -> None:
-        """Refuse a first batch that cannot fill the pipeline; only the last batch of an epoch may be short.
-
-        The replicas agree, because a rank that raised alone would leave the others waiting.
-        """
+        """Refuse, on all replicas, a first batch that cannot fill the pipeline; an epoch's last may be short."""
         least = self.model.pipeline.least_batch_size
         fewest = torch.tensor(units)  # on the CPU: reading the result must not wait for the device
         if self.model.mesh.size("dp") > 1:

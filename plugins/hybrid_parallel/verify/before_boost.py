@@ -145,10 +145,7 @@ def _report(objects: TrainingObjects, options: dict[str, Any], world_size: int) 
 
 
 def _first_samples(loaders: Sequence[Any]) -> Mapping[str, Any]:
-    """Return the first samples of the first data loader, as a batch.
-
-    A worker reads them, as a data set or a collate function may count its calls or have random numbers of its own.
-    """
+    """Return a worker's first samples of the first loader as a batch: its data set may count its calls."""
     loader = loaders[0] if loaders else None
     dataset = getattr(loader, "dataset", None)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):

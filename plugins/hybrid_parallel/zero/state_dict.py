@@ -33,12 +33,7 @@ def take_states(
 def place_states(
     optim: torch.optim.Optimizer, states: dict[nn.Parameter, dict[str, Any]], buckets: Sequence[Bucket | OwnedParameter]
 ) -> None:
-    """Give each piece its part of the parameter's state.
-
-    Args:
-        states: whole states by local parameter; placed ones are removed.
-        buckets: the buckets, or what is like them, that hold the pieces.
-    """
+    """Give pieces their parameter's state; `states`: whole, by local parameter, popped; `buckets`: of the pieces."""
     for bucket in buckets:
         group = optim.param_groups[bucket.group_index]
         for piece in bucket.pieces:

@@ -71,11 +71,7 @@ class ProposedPlan(Plan):
 
     @staticmethod
     def load(file: str | Path) -> ProposedPlan:
-        """Read a plan from a JSON file.
-
-        Raises:
-            ValueError: the file is missing, is not JSON, or does not hold a plan.
-        """
+        """Read a plan from a JSON file; raises ValueError if it is missing or does not hold a plan."""
         try:
             found = json.loads(Path(file).read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError) as error:
@@ -84,11 +80,7 @@ class ProposedPlan(Plan):
 
     @staticmethod
     def from_dict(found: Any) -> ProposedPlan:
-        """Build a plan from the JSON form.
-
-        Raises:
-            ValueError: a key, a style or a value is not that of a plan; the message names all.
-        """
+        """Build a plan from the JSON form; raises ValueError that names all unknown keys, styles and values."""
         if not isinstance(found, Mapping) or not isinstance(found.get("styles"), Mapping):
             raise ValueError("a plan is an object with \"styles\"; write one with 'booster verify --propose'")
         problems = [f"'{key}' is no key of a plan; use one of {', '.join(_KEYS)}" for key in found.keys() - set(_KEYS)]
@@ -164,10 +156,7 @@ def propose_plan(model: nn.Module, batch: Mapping[str, Any]) -> ProposedPlan:
 
 
 def _single(model: nn.Module, recording: Recording) -> dict[str, str]:
-    """Return the styles of layers that are cut by themselves: large heads, and embeddings of models without a getter.
-
-    The result of each is whole on every rank again.
-    """
+    """Return styles of layers cut by themselves, whole again behind: large heads, embeddings without getter."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     owners: dict[int, int] = {}
     for name in names:

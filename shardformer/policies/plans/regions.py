@@ -195,10 +195,7 @@ class Region:
 
 
 def find_regions(model: nn.Module, recording: Recording) -> list[Region]:
-    """Return the regions of `model`, in the order in which they run.
-
-    A linear layer whose weight other modules use too is in none of them.
-    """
+    """Return the regions of `model` in order; layers whose weights others use too are in none of them."""
     search = _Search(model, recording)
     rows = search.independent_rows()
     rows = search.consistent(search.without_chains(rows))

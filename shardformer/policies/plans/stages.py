@@ -102,10 +102,7 @@ def stage_layout(model: nn.Module, layers: str | None, root: str = "", runs_once
 
 
 def _run_again(model: nn.Module, layers: str) -> bool:
-    """Return whether the module that owns the layer list at a path goes over it in a loop within another `for`.
-
-    So do Dory and Inkling 2 Loop: a stage would run its layers once.
-    """
+    """Return whether the owner of a layer list loops over it in another `for` (Dory, Inkling 2 Loop)."""
     parent, _, name = layers.rpartition(".")
     try:
         tree = syntax_of(type(model.get_submodule(parent)).forward)
@@ -280,10 +277,7 @@ def placeholder_for(module: nn.Module, name: str) -> type[StagePlaceholder]:
 
 
 def num_outputs(layer: nn.Module) -> int:
-    """Return the length of the tuple that the forward of `layer` returns; 0 if it returns the bare hidden state.
-
-    It is read from the source, because annotations are often out of date.
-    """
+    """Return the length of the tuple that `layer`'s source returns; 0 for a bare hidden state."""
     tree = syntax_of(type(layer).forward)
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
     if not returned:
@@ -441,11 +435,7 @@ class ExecutionOrder:
 
 
 def units_of(model: nn.Module, lists: Iterable[str], opened: Iterable[str] = ()) -> Iterator[str]:
-    """Yield the paths of the modules with parameters around the layer lists at `lists`, the largest possible.
-
-    Args:
-        opened: modules of which the children are meant.
-    """
+    """Yield paths of the largest modules with parameters around `lists`; `opened`: whose children are meant."""
     lists, opened = set(lists), set(opened)
 
     def visit(path: str, module: nn.Module) -> Iterator[str]:

@@ -47,12 +47,7 @@ def auto_value(where: str, example: Any) -> str:
 
 
 def sentences(error: ValidationError, model: type[BaseModel], where: str = "") -> list[str]:
-    """Convert the errors of pydantic to sentences.
-
-    Args:
-        model: model that was validated; all of its fields are `described`.
-        where: prefix of the key names, such as "fp16.".
-    """
+    """Convert pydantic's errors of a `described` model to sentences; `where`: prefix such as "fp16."."""
     return [_sentence(each, model, where) for each in error.errors()]
 
 
@@ -387,11 +382,7 @@ class DeepSpeedConfig(BaseModel):
     wall_clock_breakdown: StrictBool | None = described(None, _SWITCH, False)
 
     def options(self, dp_size: int) -> dict[str, Any]:
-        """Convert the configuration to options of `HybridParallelPlugin`.
-
-        Raises:
-            ConfigurationError: the batch sizes are inconsistent with this number of replicas.
-        """
+        """Convert to options of `HybridParallelPlugin`; refuses batch sizes that do not fit the replicas."""
         zero = self.zero_optimization
         options: dict[str, Any] = {
             "zero_stage": zero.stage,

@@ -106,10 +106,7 @@ def _own_tensors(whole: nn.Module, prefix: str) -> list[tuple[str, Tensor]]:
 
 
 def share_config(base: nn.Module, old: object, new: object) -> None:
-    """Replace the configuration object `old` by `new` in all modules of `base`.
-
-    As in a model that is built at once, all modules then share one configuration. The object `old` is not modified.
-    """
+    """Replace the configuration `old`, unchanged, by `new` in all modules of `base`, which share it."""
     for module in base.modules():
         if getattr(module, "config", None) is old:
             module.config = new

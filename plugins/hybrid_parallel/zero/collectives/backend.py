@@ -46,12 +46,7 @@ class ZeroCollectives:
         """Release memory from `empty` that no rank uses any more."""
 
     def reduce_scatter(self, flat: Tensor, shard: Tensor) -> ReduceScatterHandle:
-        """Sum `flat` over the ranks; write this rank's shard of the sum to `shard`.
-
-        Args:
-            flat: [ranks * shard], must not change until all ranks are done.
-            shard: [shard], memory for the result.
-        """
+        """Sum `flat`, [ranks * shard], unchanged until all are done, over ranks to this one's `shard`, [shard]."""
         return ReduceScatterHandle(shard, [reduce_scatter_flat(shard, flat, group=self.group, async_op=True)])
 
     def all_gather(self, flat: Tensor, is_copied: bool = False) -> AllGatherHandle:
