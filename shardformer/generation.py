@@ -66,7 +66,14 @@ def generate_in_step(model: nn.Module, config: ShardConfig) -> None:
         if config.tensor_parallel_size > 1:
             adopt_first_generator(config.group, next(self.parameters()).device)
         if config.expert_parallel_size > 1:
-            _check_loop(self, config.expert_parallel_size)
+            from transformers import GenerationMixin
+
+            if type(self).generate is not GenerationMixin.generate:
+                raise RuntimeError(
+                    f"generate() of {type(self).__name__} is a loop of its own, in which ep_size="
+                    f"{config.expert_parallel_size} ranks would wait for those that write shorter texts; boost the "
+                    "model with ep_size=1 (a checkpoint opens under any layout)"
+                )
             kwargs["synced_gpus"] = True  # tokens of the other ranks may need experts of this one
         return type(runner).generate(runner, *args, **kwargs)
 
@@ -127,16 +134,6 @@ class _FirstDecides:
         for group in self._groups:
             dist.broadcast(ends, group=group, group_src=0)
         return ends.bool()
-
-
-def _check_loop(model: nn.Module, ep_size: int) -> None:
-    from transformers import GenerationMixin
-
-    if type(model).generate is not GenerationMixin.generate:
-        raise RuntimeError(
-            f"generate() of {type(model).__name__} is a loop of its own, in which ep_size={ep_size} ranks would wait "
-            "for those that write shorter texts; boost the model with ep_size=1 (a checkpoint opens under any layout)"
-        )
 
 
 def _asks_for_hidden_states(model: nn.Module, kwargs: dict[str, Any]) -> bool:

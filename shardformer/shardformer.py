@@ -17,7 +17,7 @@ from shardformer.distributed.blocks import blocks_of
 from shardformer.distributed.sequence_parallel import SequenceParallel, gather_on_entry
 from shardformer.generation import generate_in_step
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
-from shardformer.layers.experts import check_experts, shard_experts
+from shardformer.layers.experts import shard_experts
 from shardformer.layers.parallel_module import ParallelModule, sum_partial_gradients
 from shardformer.loss.terms import routers_are_asked
 from shardformer.peft import adapters_detached, keep_whole, model_inside, prompts_followed, prompts_on_stages
@@ -43,6 +43,7 @@ from shardformer.transforms.layout_checks import (
     KeptLayers,
     LayerSequence,
     Replacement,
+    check_experts,
     exchange_problems,
     router_problems,
 )

@@ -189,10 +189,6 @@ class Rendezvous:
                 f"another job (--rdzv-id {found}) is at {endpoint}; give each job an --rdzv-endpoint of its own"
             )
         self._enter(store, endpoint)
-        self._check_fingerprint(endpoint)
-        return True
-
-    def _check_fingerprint(self, endpoint: Endpoint) -> None:
         theirs = json.loads(self._read(_LEADER))
         for name, own in self._fingerprint.items():
             if theirs.get(name) != own:
@@ -200,6 +196,7 @@ class Rendezvous:
                     f"the job at {endpoint} has the {name} {theirs.get(name)}, and this machine {own}; start the same "
                     "on all machines, and give another job another --rdzv-endpoint"
                 )
+        return True
 
     def _hold(self, endpoint: Endpoint) -> bool:
         try:

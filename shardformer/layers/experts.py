@@ -36,7 +36,6 @@ from shardformer.distributed.collectives import (
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import EXPERTS, Part, ShardSpec, annotate, shard_parameter
 from shardformer.utils.derived_modules import derive, replace_modules
-from shardformer.utils.module_paths import divisors_phrase
 from shardformer.utils.untraced import in_backward, untraced
 
 # (hidden states [tokens, hidden], experts [tokens, k], weights [tokens, k]) -> [tokens, hidden]
@@ -300,33 +299,6 @@ def num_experts(experts: nn.Module) -> int:
     """Return the number of experts of a layer, over all ranks."""
     dispatcher = getattr(experts, "dispatcher", None)
     return experts.num_experts if dispatcher is None else dispatcher.num_experts
-
-
-def check_experts(model: nn.Module, config: ShardConfig) -> list[str]:
-    """Return sentences on what prevents sharding the experts of the whole model, or giving them a capacity."""
-    name, size, factor = type(model).__name__, config.expert_parallel_size, config.expert_capacity_factor
-    found = list(expert_modules(model)) if size > 1 or factor is not None else []
-    problems = []
-    if size > 1 and not found:
-        problems.append(f"ep_size={size} finds no experts in stacked parameters in {name}; use ep_size=1")
-    if factor is not None and not found:
-        problems.append(
-            f"expert_capacity_factor={factor} finds no experts in stacked parameters in {name}; "
-            "use expert_capacity_factor=None"
-        )
-    if factor is not None and config.uses_ulysses:
-        problems.append(
-            f"expert_capacity_factor={factor} needs whole sequences, which 'all_to_all' sequence parallelism cuts; "
-            "use 'split_gather' or expert_capacity_factor=None"
-        )
-    uneven: dict[int, str] = {}
-    for path, module in found:
-        if module.num_experts % size:
-            uneven.setdefault(module.num_experts, path)  # report only the first layer of each expert count
-    return problems + [
-        f"ep_size={size} does not divide the {count} experts of '{path}'; use {divisors_phrase(count)}"
-        for count, path in uneven.items()
-    ]
 
 
 def shard_experts(model: nn.Module, config: ShardConfig) -> None:

@@ -207,27 +207,25 @@ def sequence_classification(model: nn.Module) -> HeadLoss:
     """Return the loss of sequence classification: classes, several labels or regression."""
     config = model.config
 
-    def problem(labels: Tensor) -> str:
-        if config.problem_type is not None:
-            return config.problem_type
-        if config.num_labels == 1:
-            return "regression"
+    def kind_of(labels: Tensor) -> str:
+        if config.problem_type is not None or config.num_labels == 1:
+            return config.problem_type or "regression"
         return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
     def count(labels: Tensor, batch: Batch) -> Tensor:
-        if problem(labels) == "single_label_classification":
+        if kind_of(labels) == "single_label_classification":
             return not_ignored(labels, batch)
         return torch.full((), labels.numel(), device=labels.device)  # a fill, not a copy that waits for the device
 
     def total(outputs: Any, labels: Tensor) -> Tensor:
-        logits, kind = outputs.logits, problem(labels)
+        logits, kind = outputs.logits, kind_of(labels)
         if kind == "single_label_classification":
             return cross_entropy_sum(logits.view(-1, config.num_labels), labels.view(-1))
         pointwise = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
         return pointwise(*_in_one_dtype(logits.reshape(-1), labels.reshape(-1)), reduction="sum")
 
     def is_divided(labels: Tensor) -> bool:
-        return problem(labels) == "single_label_classification"
+        return kind_of(labels) == "single_label_classification"
 
     term = LossTerm("labels", count, total, keywords=(DIVISOR,), is_divided=is_divided)
     return HeadLoss(term, function="ForSequenceClassificationLoss")

@@ -277,20 +277,16 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
             module.inv_freq.data = frequencies.to(module.inv_freq.device)
 
 
-def _check_computed(config: ChatGLMConfig) -> None:
-    """Refuse fields of later checkpoints with these class names that would change the result."""
-    for name, plain in (("rope_ratio", 1), ("original_rope", True), ("pre_seq_len", None)):
-        value = getattr(config, name, plain)
-        if value != plain:
-            raise ValueError(f"{name}={value} is not computed by this ChatGLM2; use a checkpoint with {name}={plain}")
-
-
 class ChatGLMModel(ChatGLMPreTrainedModel):
     """Model without a head. It owns the head's weight, `output_layer`, as in the original."""
 
     def __init__(self, config: ChatGLMConfig) -> None:
         super().__init__(config)
-        _check_computed(config)
+        for name, plain in (("rope_ratio", 1), ("original_rope", True), ("pre_seq_len", None)):
+            if (value := getattr(config, name, plain)) != plain:  # of later checkpoints with these class names
+                raise ValueError(
+                    f"{name}={value} is not computed by this ChatGLM2; use a checkpoint with {name}={plain}"
+                )
         self.embedding = ChatGLMEmbedding(config)
         self.rotary_pos_emb = ChatGLMRotary(config.kv_channels)
         self.encoder = ChatGLMTransformer(config)

@@ -32,7 +32,7 @@ from shardformer.layers import (
     VocabParallelEmbedding,
     VocabParallelLMHead,
 )
-from shardformer.layers.experts import is_experts
+from shardformer.layers.experts import expert_modules, is_experts
 from shardformer.layers.linear import in_features, out_features
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.loss.terms import router_loss_of
@@ -44,6 +44,7 @@ from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.shard_config import ShardConfig
 from shardformer.transforms.context_parallel import counting_reasons
 from shardformer.utils.derived_modules import hook_on, hooked_modules, user_code
+from shardformer.utils.module_paths import divisors_phrase
 
 
 @dataclass(frozen=True)
@@ -359,3 +360,30 @@ def _of_layers(sharder: Sharder, count: int) -> Iterator[str]:
                 size = parameter.shape[max(parameter.dim() - options["from_end"], 0)] // options["num_parts"]
                 if size % count:
                     yield f"{path}.{options['name']} has {size} features, which {count} does not divide"
+
+
+def check_experts(model: nn.Module, config: ShardConfig) -> list[str]:
+    """Return sentences on what prevents sharding the experts of the whole model, or giving them a capacity."""
+    name, size, factor = type(model).__name__, config.expert_parallel_size, config.expert_capacity_factor
+    found = list(expert_modules(model)) if size > 1 or factor is not None else []
+    problems = []
+    if size > 1 and not found:
+        problems.append(f"ep_size={size} finds no experts in stacked parameters in {name}; use ep_size=1")
+    if factor is not None and not found:
+        problems.append(
+            f"expert_capacity_factor={factor} finds no experts in stacked parameters in {name}; "
+            "use expert_capacity_factor=None"
+        )
+    if factor is not None and config.uses_ulysses:
+        problems.append(
+            f"expert_capacity_factor={factor} needs whole sequences, which 'all_to_all' sequence parallelism cuts; "
+            "use 'split_gather' or expert_capacity_factor=None"
+        )
+    uneven: dict[int, str] = {}
+    for path, module in found:
+        if module.num_experts % size:
+            uneven.setdefault(module.num_experts, path)  # report only the first layer of each expert count
+    return problems + [
+        f"ep_size={size} does not divide the {count} experts of '{path}'; use {divisors_phrase(count)}"
+        for count, path in uneven.items()
+    ]

@@ -74,7 +74,13 @@ class PendingSave:
             ConfigurationError: a file that a rank wrote is not visible here: the ranks do not share the file system.
             OSError: a file cannot be written.
         """
-        self._check_complete(manifest)
+        for name, file in manifest.files.items():
+            found = self.directory / name
+            if not found.is_file() or found.stat().st_size != file.size:
+                raise ConfigurationError(
+                    f"{found} is not there for rank 0, though another rank wrote it; "
+                    "give a directory on a file system that all ranks share"
+                )
         _write_durably(self.directory / MANIFEST, manifest.to_bytes())
         sync_directory(self.directory)
         try:
@@ -109,15 +115,6 @@ class PendingSave:
             )
         with locked(self.directory):
             shutil.rmtree(self.directory)
-
-    def _check_complete(self, manifest: Manifest) -> None:
-        for name, file in manifest.files.items():
-            found = self.directory / name
-            if not found.is_file() or found.stat().st_size != file.size:
-                raise ConfigurationError(
-                    f"{found} is not there for rank 0, though another rank wrote it; "
-                    "give a directory on a file system that all ranks share"
-                )
 
     def _replace_content(self, manifest: Manifest) -> None:
         """Replace an existing checkpoint; replacing its manifest is the step that makes the new checkpoint current."""

@@ -94,11 +94,8 @@ def _show_model(options: argparse.Namespace) -> int:
         write_json({"model": options.model, **layout, "ranks": shards_as_json(ranks)}, options.json)
     if options.html is not None:
         write_page(ranks, title, options.html)
-    return _check(options, chosen) if options.check else 0
-
-
-def _check(options: argparse.Namespace, chosen: dict[str, Any]) -> int:
-    """Train a small copy of the model under the layout, and print whether it is exact."""
+    if not options.check:
+        return 0
     from plugins.hybrid_parallel.verify.layout_check import CheckedModel, check_layout
 
     with torch.device("meta"):

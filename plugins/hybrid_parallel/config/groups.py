@@ -256,25 +256,21 @@ class PipelineOptions(OptionGroup):
 
     def conflicts(self) -> list[str]:
         """Return one sentence for each broken rule between these options."""
-        problems = self._check_chunks()
+        problems, schedule, chunks = [], SCHEDULES.get(self.pp_style), self.num_model_chunks
+        if schedule is not None and chunks is not None and chunks >= 1:
+            if schedule.chunks not in (None, chunks):
+                chosen = " or ".join(repr(name) for name, each in SCHEDULES.items() if each.chunks is None)
+                problems.append(
+                    f"num_model_chunks={chunks} does not fit pp_style={self.pp_style!r}, which has {schedule.chunks} a "
+                    f"rank; leave it out, or use pp_style={chosen}"
+                )
+            elif schedule.chunks is None and chunks < (least := schedule.least_chunks):
+                problems.append(
+                    f"pp_style={self.pp_style!r} needs {least} model chunks or more; use num_model_chunks={least}"
+                )
         if self.num_microbatches is not None and self.microbatch_size is not None:
             problems.append("num_microbatches and microbatch_size are both given; use one of them")
         return problems
-
-    def _check_chunks(self) -> list[str]:
-        schedule, chunks = SCHEDULES.get(self.pp_style), self.num_model_chunks
-        if schedule is None or chunks is None or chunks < 1:
-            return []
-        if schedule.chunks not in (None, chunks):
-            chosen = " or ".join(repr(name) for name, each in SCHEDULES.items() if each.chunks is None)
-            return [
-                f"num_model_chunks={chunks} does not fit pp_style={self.pp_style!r}, which has {schedule.chunks} a "
-                f"rank; leave it out, or use pp_style={chosen}"
-            ]
-        if schedule.chunks is None and chunks < schedule.least_chunks:
-            least = schedule.least_chunks
-            return [f"pp_style={self.pp_style!r} needs {least} model chunks or more; use num_model_chunks={least}"]
-        return []
 
 
 _CHOICES = ("full", "operators", "selective")

@@ -58,35 +58,6 @@ _KINDS = (
 )
 _NAMES = {name for kind in _KINDS for name in (*kind.values, kind.grid, *kind.sizes, *kind.others)}
 
-# Families (`model_type`) in which the position of an image's tokens has its number in the batch, not in the sample.
-_NUMBER_IMAGES = ("hunyuan_vl",)
-
-
-def check_parts(model: nn.Module, batch: Mapping[str, Any], num_parts: int) -> None:
-    """Refuse to cut the batch of a model whose positions or masks would change with the parts."""
-    config, mask = getattr(model, "config", None), batch.get("attention_mask")
-    if num_parts > 1 and _is_causal_if_padded(config) and batch.get("token_type_ids") is None:
-        parts = mask.tensor_split(num_parts) if isinstance(mask, Tensor) and mask.dim() == 2 else ()
-        if len({bool(part.all()) for part in parts}) > 1:
-            raise ConfigurationError(
-                f"{type(model).__name__} attends to later tokens in a batch without padding alone, which some of "
-                f"{num_parts} micro-batches of this one would be; give token_type_ids, as its processor does, use "
-                "attn_implementation='eager', or num_microbatches=1"
-            )
-    model_type = getattr(config, "model_type", None)
-    if num_parts > 1 and model_type in _NUMBER_IMAGES and batch.get("image_grid_thw") is not None:
-        raise ConfigurationError(
-            f"{type(model).__name__} numbers the images of a whole batch in the positions of their tokens, which "
-            f"{num_parts} micro-batches would each count from zero; use num_microbatches=1, or batches without images"
-        )
-
-
-def _is_causal_if_padded(config: Any) -> bool:
-    """Return whether attention is causal by a mask alone, which transformers leaves out of a batch without padding."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    is_bidirectional = getattr(text, "model_type", "") == "gemma" and getattr(text, "use_bidirectional_attention", None)
-    return bool(is_bidirectional) and "sdpa" in str(text._attn_implementation)
-
 
 def media_tokens(model: nn.Module) -> dict[str, int]:
     """Return the ids of the tokens that stand for media in the texts of a model: main entry -> id."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
@@ -18,17 +22,9 @@ from booster.wrappers import ModelWrapper, OptimizerWrapper
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature
-from plugins.hybrid_parallel.zero.granularity import check_granularity, check_step_in_parts, check_zero_size
-from plugins.hybrid_parallel.zero.grouping import (
-    check_gradients,
-    check_memory,
-    check_optimizer,
-    check_shared_parameters,
-    warn_of_untrained,
-)
-from plugins.hybrid_parallel.zero.reducer import check_hooks
+from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of, steps_in_parts
 from shardformer.lazy import is_recorded, waits_for_values, weight_reader_of
-from shardformer.peft import check_adapters, model_inside
+from shardformer.peft import adapter_configs, check_adapters, model_inside
 from shardformer.utils.source import reads_of_forward
 
 _logger = get_logger(__name__)
@@ -216,10 +212,9 @@ def check_options_against_model(
     parallel = config.parallel
     num_replicas = mesh.size(DP_CP)
     num_shards = config.zero.num_shards(num_replicas)
-    check_hooks(model)
+    check_gradients(model)
     _check_embeddings(config, model, num_replicas)
     refuse_mixed_samples(config, model, num_replicas)
-    check_gradients(model)
     with as_configuration_error():
         check_contents(model, config)
     for optim in optimizers:
@@ -265,3 +260,163 @@ def as_configuration_error() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise ConfigurationError(str(error)) from error
+
+
+def check_granularity(optim: torch.optim.Optimizer, tp_size: int, ep_size: int, pp_size: int, num_shards: int) -> None:
+    """Refuse an optimizer that reads values of others, which the layout or `num_shards` put on other ranks."""
+    if granularity_of(optim) is not Granularity.MODEL:
+        return
+    sizes = {"tp_size": tp_size, "ep_size": ep_size, "pp_size": pp_size}
+    reasons = [f"{option}={size}" for option, size in sizes.items() if size > 1]
+    if num_shards > 1:
+        reasons.append(f"zero_stage=1 or more with {num_shards} replicas")
+    if reasons:
+        raise ConfigurationError(
+            f"{type(optim).__name__} updates each parameter from the values of others, which {reasons[0]} has on other "
+            "ranks; use zero_stage=0 with pp_size=1, tp_size=1 and ep_size=1, or AdamW"
+        )
+
+
+def check_zero_size(optim: torch.optim.Optimizer, zero_size: int | None, num_replicas: int, num_parts: int) -> None:
+    """Refuse to repeat states over replicas where an optimizer reads whole parameters, each of which has one owner.
+
+    Args:
+        num_parts: number of ranks over which tensor and expert parallelism cut parameters.
+    """
+    if zero_size in (None, num_replicas) or num_parts == 1 or granularity_of(optim) is not Granularity.PARAMETER:
+        return
+    raise ConfigurationError(
+        f"{type(optim).__name__} reads whole parameters, which tp_size or ep_size cuts and one replica in "
+        f"{num_replicas} owns, so that zero_size={zero_size} cannot repeat their states; leave zero_size out"
+    )
+
+
+def check_step_in_parts(optim: torch.optim.Optimizer, place: str | Path | None) -> None:
+    """Refuse to offload, to `place`, states of a step that gives other numbers one parameter at a time."""
+    if place is None:
+        return
+    is_known = type(optim).__module__.startswith("torch.optim")
+    if granularity_of(optim) is not Granularity.MODEL and (is_known or steps_in_parts(optim)):
+        return
+    raise ConfigurationError(
+        f"{type(optim).__name__} updates parameters together, and offload_optimizer={str(place)!r} steps on those of "
+        "one bucket after the other; use offload_optimizer=None, or AdamW"
+    )
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Refuse gradients from before `boost`, and hooks that would read them before they are complete."""
+    for name, param in model.named_parameters():
+        if param._post_accumulate_grad_hooks:
+            raise ConfigurationError(
+                f"{name} has a hook of register_post_accumulate_grad_hook, which would run before its gradient is "
+                "summed over micro-batches and ranks; use register_hook, which runs on the whole gradient"
+            )
+        if param.grad is not None:
+            raise ConfigurationError(
+                f"{name} has a gradient from before boost(); call model.zero_grad() before boost(), or run the "
+                "backward pass after it"
+            )
+
+
+def check_shared_parameters(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, Sequence[str]]) -> None:
+    """Refuse a parameter that two optimizers update; `names`: id of each model parameter -> its names."""
+    seen: set[int] = set()
+    for optim in optimizers:
+        held = {id(param) for group in optim.param_groups for param in group["params"]}
+        if both := seen & held:
+            name = min(names[each][0] for each in both)
+            raise ConfigurationError(f"two optimizers hold {name}; give each parameter to one of them")
+        seen |= held
+
+
+def check_memory(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Refuse tensors that lie in the memory of a parameter that an optimizer updates, and are not this parameter.
+
+    Plain updates reach both. `boost` gives each memory of its own, and two parameters in one memory have gradients and
+    optimizer states of their own, so that tying them would not be the same either.
+    """
+    held = {id(param) for optim in optimizers for group in optim.param_groups for param in group["params"]}
+    in_storage: dict[UntypedStorage, list[tuple[str, Tensor]]] = {}  # by address, all meta tensors would be in one
+    for name, tensor in _tensors_of(model):
+        in_storage.setdefault(tensor.untyped_storage(), []).append((name, tensor))
+    for tensors in in_storage.values():
+        tensors.sort(key=lambda item: _span(item[1])[0])
+        for index, (name, tensor) in enumerate(tensors):
+            for other_name, other in tensors[index + 1 :]:
+                if _span(other)[0] >= _span(tensor)[1]:
+                    break
+                if not held.isdisjoint((id(tensor), id(other))) and _overlap(tensor, other):
+                    raise ConfigurationError(
+                        f"{name} and {other_name} are two tensors in one memory, and boost() gives each its own, so "
+                        f"that updates of one would no longer reach the other; {_way_out(tensor, other, model)}"
+                    )
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's parameters and buffers, and the tensors that are attributes of its modules, once each."""
+    attributes = (
+        (f"{path}.{name}".lstrip("."), value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        # The old weight norm and spectral norm compute the attribute from its parameter in each forward.
+        if isinstance(value, Tensor) and f"{name}_orig" not in module._parameters
+    )
+    seen: set[int] = set()
+    for name, tensor in chain(model.named_parameters(), model.named_buffers(), attributes):
+        if id(tensor) not in seen and tensor.layout == torch.strided and not is_lazy(tensor) and tensor.numel():
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage between which a tensor lies."""
+    begin = tensor.storage_offset()
+    end = begin + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * tensor.itemsize, end * tensor.itemsize
+
+
+def _place(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _overlap(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have an element in common; columns of one matrix have none."""
+    if _place(tensor) == _place(other) or tensor.dtype != other.dtype:
+        return True
+    end = max(_span(tensor)[1], _span(other)[1]) // tensor.itemsize
+    taken = torch.zeros(end, dtype=torch.bool, device="cpu")
+    taken.as_strided(*_place(tensor)).fill_(True)
+    return bool(taken.as_strided(*_place(other)).any())
+
+
+def _way_out(tensor: Tensor, other: Tensor, model: nn.Module) -> str:
+    if _place(tensor) == _place(other):
+        return "assign one nn.Parameter to both names, or clone one of them"
+    advice = "compute one from the other in the forward pass, or clone one of them"
+    return f"use ensure_weight_tying=False, or {advice}" if adapter_configs(model) else advice
+
+
+def warn_of_untrained(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """Warn about named parameters that require gradients but are in no optimizer: norms do not include them."""
+    held = {id(param) for optim in optimizers for group in optim.param_groups for param in group["params"]}
+    untrained = [name for name, param in parameters if param.requires_grad and id(param) not in held]
+    if untrained and optimizers and dist.get_rank() == 0:
+        _logger.warning(
+            "%s%s takes gradients and is in no optimizer: max_norm and clip_grad_norm_ do not count them, as torch's "
+            "clip_grad_norm_(model.parameters()) would; set requires_grad=False, or give it to an optimizer",
+            untrained[0],
+            f" (one of {len(untrained)})" if len(untrained) > 1 else "",
+        )
+
+
+def check_optimizer(optim: torch.optim.Optimizer, names: Mapping[int, Sequence[str]]) -> None:
+    """Refuse an optimizer that holds parameters of another model; `names`: id of each model parameter -> its names."""
+    for group in optim.param_groups:
+        if any(id(param) not in names for param in group["params"]):
+            raise ConfigurationError(
+                f"{type(optim).__name__} holds a parameter that is not in the model given to boost(); "
+                "make the optimizer from this model's parameters()"
+            )

@@ -24,8 +24,8 @@ from torch import Tensor
 from booster import failure
 from booster.data.rows import unknown_rows
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.checks import FIRST_STEPS, naming_entry
-from plugins.hybrid_parallel.data.media import check_parts, kinds_of_media, parameters_of_texts, without_empty_media
+from plugins.hybrid_parallel.data.checks import FIRST_STEPS, check_parts, naming_entry
+from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts, without_empty_media
 from plugins.hybrid_parallel.data.microbatch import (
     MANY,
     PackedRow,

@@ -13,13 +13,11 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.zero.step import step_in_parts
 from shardformer.distributed.random import random_numbers_apart, seed_default_generators
 
@@ -55,49 +53,7 @@ def granularity_of(optim: torch.optim.Optimizer) -> Granularity:
         return _try_out(optim)
 
 
-def check_granularity(optim: torch.optim.Optimizer, tp_size: int, ep_size: int, pp_size: int, num_shards: int) -> None:
-    """Refuse an optimizer that reads values of others, which the layout or `num_shards` put on other ranks."""
-    if granularity_of(optim) is not Granularity.MODEL:
-        return
-    sizes = {"tp_size": tp_size, "ep_size": ep_size, "pp_size": pp_size}
-    reasons = [f"{option}={size}" for option, size in sizes.items() if size > 1]
-    if num_shards > 1:
-        reasons.append(f"zero_stage=1 or more with {num_shards} replicas")
-    if reasons:
-        raise ConfigurationError(
-            f"{type(optim).__name__} updates each parameter from the values of others, which {reasons[0]} has on other "
-            "ranks; use zero_stage=0 with pp_size=1, tp_size=1 and ep_size=1, or AdamW"
-        )
-
-
-def check_zero_size(optim: torch.optim.Optimizer, zero_size: int | None, num_replicas: int, num_parts: int) -> None:
-    """Refuse to repeat states over replicas where an optimizer reads whole parameters, each of which has one owner.
-
-    Args:
-        num_parts: number of ranks over which tensor and expert parallelism cut parameters.
-    """
-    if zero_size in (None, num_replicas) or num_parts == 1 or granularity_of(optim) is not Granularity.PARAMETER:
-        return
-    raise ConfigurationError(
-        f"{type(optim).__name__} reads whole parameters, which tp_size or ep_size cuts and one replica in "
-        f"{num_replicas} owns, so that zero_size={zero_size} cannot repeat their states; leave zero_size out"
-    )
-
-
-def check_step_in_parts(optim: torch.optim.Optimizer, place: str | Path | None) -> None:
-    """Refuse to offload, to `place`, states of a step that gives other numbers one parameter at a time."""
-    if place is None:
-        return
-    is_known = type(optim).__module__.startswith("torch.optim")
-    if granularity_of(optim) is not Granularity.MODEL and (is_known or _steps_in_parts(optim)):
-        return
-    raise ConfigurationError(
-        f"{type(optim).__name__} updates parameters together, and offload_optimizer={str(place)!r} steps on those of "
-        "one bucket after the other; use offload_optimizer=None, or AdamW"
-    )
-
-
-def _steps_in_parts(optim: torch.optim.Optimizer) -> bool:
+def steps_in_parts(optim: torch.optim.Optimizer) -> bool:
     """Try whether a step in parts has the very same numbers; an object that cannot be tried counts as one that does."""
     if "step" in vars(optim) and not getattr(optim.step, "_wrapped_by_lr_sched", False):
         return True

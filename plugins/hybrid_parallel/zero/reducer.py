@@ -151,16 +151,6 @@ def hooked_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
 
 
-def check_hooks(model: nn.Module) -> None:
-    """Refuse hooks that read gradients before these are complete."""
-    for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:
-            raise ConfigurationError(
-                f"{name} has a hook of register_post_accumulate_grad_hook, which would run before its gradient is "
-                "summed over micro-batches and ranks; use register_hook, which runs on the whole gradient"
-            )
-
-
 # Number of launched reductions whose local gradients are kept: on a CPU, and on a GPU under ZeRO stages 2 and 3.
 IN_FLIGHT = 2
 # Buffers kept from step to step: those in flight, the one being written and the one being released. Buffers that have

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOut
 
 from booster.data.rows import is_empty, num_rows, rows_of
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.data.media import check_parts
+from plugins.hybrid_parallel.data.checks import check_parts
 from plugins.hybrid_parallel.data.microbatch import (
     as_batch,
     packed_row,

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.setup.input_checks import check_optimizer
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, GradBufferPool, StateMemory, places_in_bucket
 from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
-from plugins.hybrid_parallel.zero.grouping import check_optimizer
 from plugins.hybrid_parallel.zero.reducer import norm_of_rank
 from zoo_tests.cuda_trace.recorder import StepRecorder
 

@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.granularity import Granularity, check_granularity, check_zero_size, granularity_of
+from plugins.hybrid_parallel.setup.input_checks import check_granularity, check_zero_size
+from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 from zoo_tests.harness.optimizers import (
     SAM,
     BlockwiseAdam,
