@@ -33,10 +33,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def lower_missing_kernel() -> None:
-    """Log at INFO that bitsandbytes lacks a kernel of Hugging Face's hub for CPUs, which it warns of when imported.
-
-    transformers' Trainer imports peft, and peft imports it, whether or not a script quantises anything.
-    """
+    """Log at INFO that bitsandbytes lacks a kernel for CPUs, of which it warns whenever peft imports it."""
 
     def asked(record: logging.LogRecord) -> bool:
         is_it = record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")

@@ -49,10 +49,7 @@ def address_towards(host: str) -> str | None:
 
 
 def address_to_listen(host: str) -> str:
-    """Return this machine's address by which others know it as `host`; "" (all of them) if the name does not say it.
-
-    With Debian's `127.0.1.1 node1`, `node1` stands for other addresses elsewhere.
-    """
+    """Return the address by which others know this machine as `host`; "" (all) if the name is a local one."""
     held = [address for address in addresses_of(host) if is_held(address)]
     reachable = [address for address in held if not is_loopback(address)]
     is_own_name = host == socket.gethostname()

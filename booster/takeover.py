@@ -144,11 +144,7 @@ class Takeover(AfterImport):
             _share_random_states()
 
     def _use(self, given: type, model: Any = None, args: Any = None) -> Any:
-        """Return the plugin for an object of a class; the first time, say what is taken over and which layout is used.
-
-        Args:
-            model, args: what a Trainer is given, for the planner; None for other classes.
-        """
+        """Return the plugin for a class of the script; say once what is used; `model`, `args`: of a Trainer."""
         import torch.distributed as dist
 
         from booster import ConfigurationError
@@ -173,10 +169,7 @@ class Takeover(AfterImport):
     # ----- what is boosted -----
 
     def _count_replicas(self, known: type) -> None:
-        """Have `world_size` of a Trainer's arguments count replicas before there is a Trainer, if the layout is given.
-
-        Which process is the first in `main_process_first` is still a question of ranks.
-        """
+        """Have a Trainer's `world_size` count replicas before there is a Trainer; processes stay ranks."""
         finish, first = known.__post_init__, known.main_process_first
 
         def count() -> int:

@@ -111,10 +111,7 @@ def _go_on_for_others(model: nn.Module, experts: ProcessGroup) -> None:
 
 
 def decided_first(criteria: Any, *groups: ProcessGroup) -> Any:
-    """Return transformers' list of stopping criteria with the answers of the first rank of each group, on all of them.
-
-    A clock reads differently on each rank, and a rank that ends alone leaves the others waiting.
-    """
+    """Return stopping criteria with the first rank's answers: clocks differ, and a rank that ends is missed."""
     own = ("max_length", "eos_token_id")  # transformers looks for these criteria; they are the same on all ranks
     return type(criteria)(
         each if any(hasattr(each, name) for name in own) else _FirstDecides(each, groups) for each in criteria

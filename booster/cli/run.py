@@ -360,10 +360,7 @@ def _run(options: argparse.Namespace, was_reported: Callable[[], bool]) -> int:
 
 
 def _code_of(failures: dict[int, Any], was_reported: bool) -> int:
-    """Return the exit code of the rank at fault: one ended by a signal other than SIGTERM, else the first to fail.
-
-    The agent itself sends SIGTERM to the other ranks. If no rank has reported the failure, print which rank it was.
-    """
+    """Return the code of the rank at fault, ended by a signal but SIGTERM or first; print it if unreported."""
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     for rank, failure in by_time:
         number = -failure.exitcode

@@ -25,10 +25,7 @@ _LABELS = "labels"
 
 
 def main_input_of(model: Any) -> str | None:
-    """Return the name of a model's main input, its attribute `main_input_name`, as transformers has it; None if none.
-
-    A module of one's own may set it to any entry of its batches that has a row for each sample.
-    """
+    """Return the name of a model's main input, `main_input_name`, which has a row a sample; None if none."""
     name = getattr(model, "main_input_name", None)
     name = name[0] if isinstance(name, list | tuple) and name else name
     return name if isinstance(name, str) else None

@@ -101,11 +101,7 @@ def diagnose_mismatch(snapshots: list[RankSnapshot]) -> Failure | None:
 
 
 def diagnose_batches(batches: Mapping[int, str]) -> str:
-    """Describe the first two ranks of a replica that are in a pass of other shapes; empty if there are none.
-
-    Args:
-        batches: rank -> what `Operations.begin_batch` has written; empty before its first pass.
-    """
+    """Describe two ranks of a replica in passes of other shapes, or ""; `batches`: of `begin_batch`."""
     first: dict[tuple[int, int], tuple[int, dict[str, list[int]]]] = {}
     for rank, text in sorted(batches.items()):
         with contextlib.suppress(ValueError):  # before the first pass, or longer than the page

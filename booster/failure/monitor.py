@@ -197,11 +197,7 @@ class FailureMonitor(threading.Thread):
             time.sleep(_JOIN_POLL_S)
 
     def say_ended(self, exit_code: int = 0) -> None:
-        """Record that the script has ended, so that other ranks do not take the end of this process for a failure.
-
-        Args:
-            exit_code: argument of the script's `sys.exit`; the job's exit code if another rank waits for this one.
-        """
+        """Record the script's end, no failure; `exit_code`: of `sys.exit`, the job's if a rank waits for this."""
         if self.operations.page is not None:
             self.operations.page.set_ended(exit_code)
         self.link.ask(self.inquiries.say_ended, None)

@@ -130,10 +130,7 @@ def _say_once(line: str) -> None:
 
 
 def asked_of_launch(options: dict[str, Any]) -> dict[str, float]:
-    """Return the options of `launch_from_torch` that `InitProcessGroupKwargs` asks for: the time limit of collectives.
-
-    The plugin chooses the backend. A process group that exists already stays as it is, as in accelerate.
-    """
+    """Return what `InitProcessGroupKwargs` asks `launch_from_torch` for: the time limit alone."""
     handlers = options.get("kwargs_handlers") or ()
     asked = next((each for each in handlers if isinstance(each, InitProcessGroupKwargs)), None)
     if asked is not None and dist.is_initialized():

@@ -183,10 +183,7 @@ class StateFolders:
         return groups
 
     def _samples_per_step(self) -> float:
-        """Return the samples that a step of a schedule stands for: those of the first loader, by a replica.
-
-        1 if they are not known: a schedule counts calls, or there is no loader of known batch size.
-        """
+        """Return the samples of a schedule's step: of the first loader, by replica; 1 if unknown."""
         first = next(iter(self._dataloaders), None)
         if first is None or first.batch_size is None or not self.step_scheduler_with_optimizer:
             return 1.0

@@ -22,10 +22,5 @@ def command_to_continue(args: Any) -> str:
 
 
 def command_to_export(command: str, package: str) -> str:
-    """Return the command of another tool, after that which installs the tool if it is not there.
-
-    Args:
-        command: what exports or serves the model.
-        package: what installs the tool, with its extras; its module has the same name.
-    """
+    """Return another tool's `command`, after that which installs `package`, with extras, if it is missing."""
     return command if find_spec(package.partition("[")[0]) else f"pip install '{package}' && {command}"

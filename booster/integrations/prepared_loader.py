@@ -125,13 +125,7 @@ class PreparedLoader:
         self.loader.set_epoch(epoch)
 
     def load_state_dict(self, state: dict[str, Any], continues: bool = True) -> None:
-        """Load a state of the loader.
-
-        Args:
-            state: of `state_dict`.
-            continues: whether the next iteration continues where the saved one stopped, or begins its epoch again, in
-                the same order of samples.
-        """
+        """Load a `state_dict`; `continues`: from where it stopped, or its epoch again, in the same order."""
         self.loader.load_state_dict(state if continues else state | {"samples": 0, "order_to_come": None})
 
     def __getattr__(self, name: str) -> Any:

@@ -115,11 +115,7 @@ def _check_replicas(args: Any, dp_size: int) -> None:
 
 
 def check_model(model: Any, args: Any, plugin: Plugin) -> None:
-    """Refuse a model whose outputs do not tell which one is the loss, or that cannot generate what is evaluated.
-
-    Raises:
-        ConfigurationError: if it returns tuples, or has a `generate` of its own under a pipeline.
-    """
+    """Refuse a model of which neither the loss nor, if evaluated, `generate` is that of transformers."""
     own = getattr(type(model), "generate", GenerationMixin.generate) is not GenerationMixin.generate
     pp_size = getattr(plugin, "pp_size", 1)
     if own and pp_size > 1 and getattr(args, "predict_with_generate", False):

@@ -101,11 +101,7 @@ class TrainerLoss:
         return self._weighted(loss, progress.rows) / self.accelerator.replicas.size
 
     def _weighted(self, loss: Tensor, rows: int | None, inputs: Any = None) -> Tensor:
-        """Weight a mean over this replica's samples by its share of the samples: the last batch may be short.
-
-        Raises:
-            ConfigurationError: the batch of a replica does not tell its samples; raised on all replicas.
-        """
+        """Weight a mean by this replica's share of the samples, which its batch must tell."""
         given = torch.tensor([rows or 0, rows is None], device=self.args.device)
         total, unknown = self.accelerator.reduce(given).tolist()
         if unknown:

@@ -206,12 +206,7 @@ class BoostedTRLTrainer:
             noted[-1] = coefficient
 
     def _share_metrics(self, noted: dict[str, list[float]], weight: int) -> None:
-        """Let metrics that this process has noted of its own samples, or tokens, be those of all replicas.
-
-        Args:
-            noted: name -> values since they were logged; those that are not shared yet are replaced.
-            weight: number of samples, or tokens, of this replica.
-        """
+        """Share `noted` metrics, name -> values of `weight` samples or tokens here, that are not shared yet."""
         fresh = {
             name: [place for place, each in enumerate(values) if not isinstance(each, _OfReplicas)]
             for name, values in noted.items()

@@ -345,11 +345,7 @@ class HybridBoosterEngine(BaseEngine):
     def get_per_tensor_param_shard(
         self, **kwargs: Any
     ) -> tuple[Iterator[tuple[str, Tensor, ShardSpec]], dict[str, Any] | None]:
-        """Return (name, this rank's piece, flat, in bfloat16, its place); all ranks yield the same names in order.
-
-        Raises:
-            ConfigurationError: if a rank has several pieces of a weight, of which verl can describe one.
-        """
+        """Return (name, this rank's one flat piece in bfloat16, its place), the same names on all ranks."""
         merges = getattr(self.module.unwrap(), "peft_config", None) is not None
         pieces = dict(self.booster.weights(self.module, torch.bfloat16, merge_adapters=merges, shards=True))
         return _with_places(pieces, self.mesh.device_type), None

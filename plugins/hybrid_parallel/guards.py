@@ -201,10 +201,7 @@ class GuardedModel(ModelWrapper):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GuardedModel:
-        """Refuse `to`, `half`, `cuda` if they change weights, since optimizers keep the weights that they know.
-
-        A move to `"cpu:0"`, as accelerate calls the CPU, is a copy of the same: the weights stay where they are.
-        """
+        """Refuse `to`, `half`, `cuda` if they change weights, which optimizers keep; "cpu:0" is the CPU."""
         weights = self.module.parameters() if self.optimizers else ()
         if self.gathers:  # a tensor for each kind of weight, which this rank may not have
             kinds = {(weight.dtype, weight.device) for weight in weights}

@@ -102,10 +102,7 @@ def jumps_of(positions: Tensor) -> Jumps:
 
 
 def flash_arguments(positions: Tensor, rows: int) -> dict[str, Any]:
-    """Return what flash-attn is told of the documents in `rows` rows of positions, [rows or 1, seq].
-
-    Without it, transformers looks at positions in batches of one row only, and waits for the device in each layer.
-    """
+    """Return what flash-attn is told of documents in positions, [rows or 1, seq], without waiting."""
     starts = document_starts(positions.expand(rows, -1)).flatten()
     borders = torch.cat([starts.nonzero()[:, 0], torch.tensor([starts.numel()], device=starts.device)])
     longest = int(borders.diff().max())

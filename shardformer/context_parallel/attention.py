@@ -399,12 +399,7 @@ def any_of_ranks(rows: Tensor, of: ContextParallelPass) -> Tensor | None:
 
 
 def attend_uniformly(query: Tensor, key: Tensor, value: Tensor, of: ContextParallelPass, softmax: Softmax) -> Tensor:
-    """Return what an eager kernel returns if all keys are hidden, [batch, heads, part, head_dim].
-
-    Args:
-        query: [batch, heads, part, head_dim].
-        key, value: [batch, key/value heads, part, head_dim], of this rank.
-    """
+    """Return an eager kernel's output if all keys, [batch, heads, seq, head_dim], are hidden: their mean."""
     key, value = (repeated(of.axis.gather(x, of.length, dim=2), query) for x in (key, value))
     # The scores are lost in the sum, but not their gradients.
     scores = query @ key.transpose(-1, -2) * softmax.scale + torch.finfo(query.dtype).min

@@ -74,11 +74,7 @@ class Gradients(NamedTuple):
 
 
 def with_dense_heads(x: Tensor) -> Tensor:
-    """Return `x`, [..., head_dim], with the features of a head contiguous in memory.
-
-    torch's fused kernels assume this. With other strides (projections gathered over ranks) they read memory outside of
-    the tensor.
-    """
+    """Return `x`, [..., head_dim], with heads contiguous, without which torch's fused kernels misread."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

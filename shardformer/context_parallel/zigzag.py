@@ -106,10 +106,7 @@ class ZigzagSharding:
         return torch.cat([x.narrow(dim, start, chunk) for start in starts], dim)
 
     def gather(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
-        """All-gather the shards of all ranks, in sequence order and without padding.
-
-        Every rank computes on the whole sequence and has a partial gradient of it: the backward pass reduce-scatters.
-        """
+        """Gather shards in sequence order, unpadded; backward, partial gradients are reduce-scattered."""
         return all_gather(x, dim, self.group).index_select(dim, self.order(length, x.device))
 
 
@@ -130,10 +127,7 @@ def cut_inputs(base: nn.Module, axis: ZigzagSharding, positions: Positions) -> N
 
 
 def cut_features(base: nn.Module, axis: ZigzagSharding, names: Sequence[str]) -> None:
-    """Let `base` read the features of this rank's tokens, in those of its inputs `names` that have some for each layer.
-
-    They are [tokens, hidden], of the tokens of a mask among these inputs, which `cut_inputs` shards behind this.
-    """
+    """Let `base` read this rank's features, [tokens, hidden], of inputs `names`, for each layer."""
     signature = LayerInputs(base)
 
     def cut(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -218,12 +212,7 @@ def token_mask(inputs: Mapping[str, Any], axis: ZigzagSharding | None, tp_group:
 
 
 def record_facts(parts: Sequence[Mapping[str, Any]], on_host: Sequence[Mapping[str, Any]]) -> None:
-    """Record the facts on the tensors of a batch's parts.
-
-    Args:
-        on_host: the same micro-batches, of the batch as it was given; if it was given on a device, the host waits for
-            the device here, once for all parts.
-    """
+    """Record the facts of `parts`, read from the same `on_host`; else the host waits once, for all."""
     for name, asks in _FACTS.items():
         known = [part.get(name) for part in on_host]
         if not known or not all(isinstance(each, Tensor) for each in known):

@@ -344,11 +344,7 @@ def defer_logits(call: LMHeadCall) -> Tensor:
 
 
 def saves_memory(call: LMHeadCall) -> bool:
-    """Return whether deferring the logits of a call saves memory.
-
-    It does if the fp32 logits are larger than one chunk of the loss, and larger than the weight gradient, which the
-    loss keeps instead of them.
-    """
+    """Return whether fp32 logits exceed a chunk of the loss and the weight gradient, which it keeps."""
     tokens, columns = call.hidden.shape[:-1].numel(), len(call.weight)
     kept = call.weight.numel() if torch.is_grad_enabled() and call.weight.requires_grad else 0
     return decided(call.weight.shape, 4 * tokens * columns > max(chunk_bytes(call.hidden.device), 4 * kept))

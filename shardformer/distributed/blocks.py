@@ -155,11 +155,7 @@ class BlockedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run `func` once for each block; what is no tensor (a shape, a dtype) is that of the first block.
-
-        Raises:
-            RuntimeError: if code reads a value, which is a different one in each block.
-        """
+        """Run `func` for each block, other results by the first; RuntimeError if a value of blocks is read."""
         if func in _READ:
             raise RuntimeError(
                 f"{func.__name__} reads a value inside of a tensor-parallel region, which reproducible=True computes "

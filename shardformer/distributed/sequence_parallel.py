@@ -118,10 +118,7 @@ class SequenceParallel:
         return gather_from_region(x, SEQ_DIM, self.group, self.length)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Apply `g-bar`: [batch, seq/tp, hidden] -> [batch, seq, hidden], the input of sharded weights.
-
-        Also [batch * seq/tp, hidden] -> [batch * seq, hidden], for layers that flatten both.
-        """
+        """Apply `g-bar`: [batch, seq/tp, hidden] -> [batch, seq, hidden], also with flat rows."""
         if x.dim() == 2:
             return self.gather(self._by_rows(x)).flatten(0, 1)
         traced = torch.compiler.is_compiling()
@@ -388,10 +385,7 @@ class UlyssesAllToAll:
         attention.register_forward_pre_hook(cut, with_kwargs=True)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[batch, heads, seq/tp, head_dim] -> [batch, heads/tp, seq, head_dim], without padding.
-
-        Key/value heads fewer than ranks are repeated, so that every rank gets one.
-        """
+        """Split heads, gather the sequence: [batch, heads, seq/tp, head_dim] -> [batch, heads/tp, seq, head_dim]."""
         size, length = self.region.world_size, self.region.length
         of_keys = length if self.memory_length is None else self.memory_length
 

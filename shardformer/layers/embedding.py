@@ -97,11 +97,7 @@ class VocabParallelEmbedding(ParallelModule):
     def from_native_module(
         module: nn.Module, process_group: ProcessGroup, *, divisible_by: int = 1
     ) -> VocabParallelEmbedding:
-        """Shard an `nn.Embedding`; rows are padded to a multiple of `divisible_by` times the number of ranks.
-
-        Raises:
-            TypeError: not an `nn.Embedding`, or one with an option that does not survive sharding by rows.
-        """
+        """Shard an `nn.Embedding` by rows, padded to `divisible_by` times the ranks; TypeError for others."""
         options = ("max_norm", "scale_grad_by_freq", "sparse")
         if not isinstance(module, nn.Embedding) or any(getattr(module, name) for name in options):
             raise TypeError(

@@ -218,11 +218,7 @@ class InitLog:
 
 @contextmanager
 def undisturbed(draws: bool = False) -> Iterator[None]:
-    """Run outside of all active modes, without gradients, and restore the random state afterwards.
-
-    Args:
-        draws: whether random numbers are drawn; otherwise the state, which is large, is not copied.
-    """
+    """Run outside of modes, without gradients; `draws`: restore the random state, which is large."""
     state = torch.default_generator.get_state() if draws else None
     try:
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():

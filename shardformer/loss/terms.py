@@ -359,11 +359,7 @@ class HeadLoss:
     def weighted_sum(
         self, outputs: Any, batch: Batch, global_counts: Tensor, part: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Return this batch's share of the global loss: sum of weight * total / global count (0-d).
-
-        Args:
-            part: labels [batch, seq] -> labels of the tokens that `outputs` cover; None if they cover all tokens.
-        """
+        """Return this batch's sum of weight * total / global count (0-d); `part`: labels of the outputs' tokens."""
         batch, counts = self._seen(batch), dict(zip(self.terms, global_counts, strict=True))
         shares = []
         for term in self._given(batch):

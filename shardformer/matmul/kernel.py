@@ -107,10 +107,7 @@ def no_view(x: Tensor) -> Tensor:
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast tensors as the operators on autocast's list cast their inputs; fp64 and disabled autocast change nothing.
-
-    The casts are part of the autograd graph. All `tensors` are on the device of the first.
-    """
+    """Cast tensors of one device as autocast casts its operators' inputs, in the graph; never fp64."""
     dtype = autocast_dtype(tensors[0].device)
     if dtype is None:
         return tensors

@@ -267,11 +267,7 @@ def _local_rows(adapter: nn.Module, active: Sequence[str]) -> Tensor:
 
 @contextmanager
 def adapters_detached(model: nn.Module, config: ShardConfig, policy: Policy) -> Iterator[None]:
-    """Detach the adapters of `model` inside the context; then reattach those of layers on this stage, sharded.
-
-    Raises:
-        ValueError: adapters that cannot be sharded, or options that do not support them; `model` is unchanged then.
-    """
+    """Detach adapters in the context, then reattach this stage's, sharded; ValueError before any change."""
     layers = dict(wrapped_layers(model))
     check_layers(model, layers, config, policy)
     outermost = {

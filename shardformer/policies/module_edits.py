@@ -124,10 +124,7 @@ def skip_idle_casts(module: nn.Module) -> None:
 
 
 def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:
-    """Make the inputs and output of experts tensor-parallel, where every rank holds a part of each expert.
-
-    All ranks read the same hidden states [tokens, hidden] and routing weights; their outputs are summed.
-    """
+    """Make inputs and output of experts tensor-parallel, where every rank holds a part of each expert."""
 
     _share_inputs(experts, group, first=0)
     reduce_output(experts, group)
@@ -142,10 +139,7 @@ def share_input_of_normed_experts(experts: nn.Module, group: ProcessGroup) -> No
 
 
 def _avoid_unaligned_kernel(experts: nn.Module, parts: int) -> None:
-    """Run experts one by one if the local rows are not multiples of 16 bytes, as the grouped matmul requires.
-
-    Values are counted as 16-bit ones, to which they may be rounded after they are sharded.
-    """
+    """Run experts one by one if local rows, in 16 bit, are no multiples of the grouped matmul's 16 bytes."""
     config = getattr(experts, "config", None)
     stacked = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
     sizes = [size // parts * _ROUNDED_BYTES for parameter in stacked for size in parameter.shape[1:]]
@@ -161,10 +155,7 @@ def _avoid_unaligned_kernel(experts: nn.Module, parts: int) -> None:
 
 
 def reduce_shared_experts(module: nn.Module, group: ProcessGroup) -> None:
-    """Sum the output of a module that is sharded over ranks, and the gradients of its inputs.
-
-    If the module has no parameters of its own, the layers below it sum the gradient of the first input themselves.
-    """
+    """Sum a sharded module's output, and inputs' gradients, unless layers below sum the first's."""
     _share_inputs(module, group, first=0 if any(True for _ in module.parameters(recurse=False)) else 1)
     reduce_output(module, group)
 

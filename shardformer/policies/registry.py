@@ -164,11 +164,7 @@ def head_loss_of(model: nn.Module) -> HeadLoss | None:
 
 
 def head_loss_builder(cls: type[nn.Module], declared: HeadLosses | None = None) -> HeadLossBuilder | None:
-    """Return the builder of the loss of the head class whose forward `cls` uses; None if the loss is not known.
-
-    Args:
-        declared: losses that the user's policy declares; they precede those of the family.
-    """
+    """Return the loss builder of `cls`'s head, or None; `declared`: by the user's policy, which precede."""
     definer = next(each for each in cls.__mro__ if "forward" in vars(each))
     forward = definer.forward
     if inspect.unwrap(forward).__module__ != definer.__module__:

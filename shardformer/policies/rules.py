@@ -277,12 +277,7 @@ GATHERS = Entry("gathers")
 
 
 def local(*names: str, **counts: Count) -> Entry:
-    """Make an entry for attributes that count heads or features, of which a rank has its share.
-
-    Args:
-        names: attributes that are called like fields of the configuration.
-        counts: attribute -> what it counts.
-    """
+    """Make an entry for attributes of heads or features of a rank's share, by `names`, or by `counts`."""
     return Entry("local", names, counts)
 
 

@@ -89,10 +89,7 @@ class StageInput:
     def begin(
         self, message: StageMessage | None, carried_inputs: Sequence[str] = (), keeps: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Unpack a message: the hidden state, then `carried_inputs` and `keeps`. None (the first stage) clears all.
-
-        The last of `keeps` are None if the message ends before them.
-        """
+        """Unpack the hidden state, `carried_inputs` and `keeps` (padded by None); None (the first stage) clears all."""
         self.hidden, self.carried, self.kept = None, {}, {}
         self.pass_number += 1
         if message is None:

@@ -30,11 +30,7 @@ _BODIES = ("body", "orelse", "handlers", "finalbody", "cases")
 
 
 def syntax_of(defined: type | Callable[..., Any]) -> Definition:
-    """Return the syntax tree of a class or function, which is shared: it must not be changed.
-
-    Raises:
-        OSError: if the source is not available: C code, code from a prompt or from `exec`, and lambdas.
-    """
+    """Return the shared, read-only syntax tree of a class or function; OSError if it has no source."""
     defined = inspect.unwrap(defined)
     try:
         file = inspect.getsourcefile(defined) or inspect.getfile(defined)
@@ -86,11 +82,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def with_globals(function: FunctionType, values: dict[str, Any]) -> FunctionType:
-    """Return a copy of the function whose globals have other `values`; its decorators keep theirs.
-
-    Raises:
-        ValueError: a decorator has the function in another place than its closure.
-    """
+    """Return a copy of a function with other globals, decorators' kept; ValueError if it is not in a closure."""
     inner, code, cells = vars(function).get("__wrapped__"), function.__code__, function.__closure__
     names = function.__globals__ if inner is not None else {**function.__globals__, **values}
     if inner is not None:

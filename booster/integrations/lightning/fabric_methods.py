@@ -35,11 +35,7 @@ class FabricMethods(JobMethods, ParallelStrategy):
     # ----- set-up -----
 
     def fabric_precision(self, given: Precision) -> Precision:
-        """Return the precision for forward passes: the plugin converts the model, and a Fabric may run autocast.
-
-        Raises:
-            ConfigurationError: if the precision is not the plugin's, or cannot hold in a pipeline.
-        """
+        """Return the precision of forward passes, the plugin's, or refuse another one."""
         plugin = self.booster.plugin
         check_precision(given, plugin)
         if not autocasts(given, plugin):

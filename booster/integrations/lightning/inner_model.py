@@ -57,11 +57,7 @@ class ReplicaShares:
             self._in_step = False
 
     def weighted(self, value: Tensor) -> Tensor:
-        """Return a value of this replica's batch, such that the mean over replicas counts each sample once.
-
-        Raises:
-            ConfigurationError: the batch of a replica does not tell its samples; raised on all replicas.
-        """
+        """Return a replica's value weighted so that the mean counts each sample once, if they are known."""
         if not self._in_step or self._weight == 1.0:
             return value
         if math.isnan(self._weight):

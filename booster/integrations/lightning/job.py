@@ -467,10 +467,7 @@ class JobMethods:
     # ----- the end -----
 
     def teardown(self) -> None:
-        """Leave the model and its optimizers where they are: they can be evaluated and saved.
-
-        Lightning's environment is left alone too: its end would remove WORLD_SIZE, which the launcher has set.
-        """
+        """Leave model, optimizers and environment as they are: WORLD_SIZE is the launcher's."""
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()

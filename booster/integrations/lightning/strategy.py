@@ -60,11 +60,7 @@ class TrainerMethods(JobMethods, ParallelStrategy):
         super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
-        """Boost the model with the optimizers that `configure_optimizers` makes for its whole weights.
-
-        Raises:
-            ConfigurationError: if the model does not allow the layout, or has been trained by another `fit`.
-        """
+        """Boost the model with the optimizers that `configure_optimizers` makes for its whole weights."""
         module = self.lightning_module
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING

@@ -92,11 +92,7 @@ class ForwardOptions:
         self.inside.generate = generate.__get__(self.inside)
 
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Bind positional arguments to the names in the model's forward; return them unchanged if it has no names.
-
-        Raises:
-            TypeError: if the arguments do not fit, as in a call of the model's own forward.
-        """
+        """Bind positional arguments to the forward's names, if any; TypeError if they do not fit."""
         if not args:
             return args, dict(kwargs)
         signature = self.signature
@@ -290,10 +286,7 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def with_positions(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch whose documents are told by `position_ids` alone, [rows, seq], which restart at each of them.
-
-    Borders count the tokens of all rows, as flash-attn counts them. If positions are given, they stay as they are.
-    """
+    """Return a batch whose documents are told by `position_ids`, [rows, seq], from its borders, if not given."""
     named = [name for name in NAMES if batch.get(name) is not None]
     rest = {name: value for name, value in batch.items() if name not in NAMES}
     tokens = tokens_of(batch)

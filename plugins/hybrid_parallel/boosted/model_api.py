@@ -304,10 +304,7 @@ class ModelApi(GuardedModel):
     # ----- names and sizes of the whole model -----
 
     def take_whole_states(self) -> None:
-        """From now on, let the wrapped model take its part of state dicts of the whole model, and those of shards.
-
-        Tied parameters may have the names that this rank holds or the names that the whole model lists.
-        """
+        """Let the wrapped model take its part of whole state dicts, and of shards, by all names of tied weights."""
         origin = self.origin
 
         def take_own_part(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -78,11 +78,7 @@ def describe_tensors(tensors: Mapping[str, GlobalTensor], file: str) -> WrittenT
 
 
 def plan_reads(tensors: Mapping[str, GlobalTensor], manifest: Manifest) -> list[tuple[ReadItem, Tensor]]:
-    """Return the parts of chunks that fill rectangles, each with the memory that it is read into.
-
-    Raises:
-        ConfigurationError: a tensor is missing, has another shape, or is not covered by its chunks.
-    """
+    """Return the parts of chunks that fill rectangles, and their memory; refuses uncovered ones."""
     planner = _LoadPlanner()
     planner.set_up_planner(dict(tensors), _metadata_of(manifest))
     return [(item, planner.resolve_tensor(item)) for item in planner.create_local_plan().items]

@@ -328,10 +328,7 @@ class Gather:
 
 @dataclass
 class ReplicaGather:
-    """A gather in progress of one parameter, of which replicas keep slices (ZeRO stage 3), to some of its holders.
-
-    The slices are first sent to one of the replicas that share it, whose tensor-parallel ranks then gather the tensor.
-    """
+    """Gather of one parameter's ZeRO slices: to one replica, whose tensor-parallel ranks gather the tensor."""
 
     local: Tensor | None  # on the ranks of that replica, memory for this rank's shard, flat; None on the others
     sent: Tensor  # this rank's slice, which is in memory until it has arrived

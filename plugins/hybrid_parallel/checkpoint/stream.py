@@ -141,11 +141,7 @@ class WeightStream:
             raise
 
     def shards(self) -> Iterator[tuple[str, GlobalTensor]]:
-        """Yield (name, this rank's rectangles); a tensor that files hold in another form comes whole, from one rank.
-
-        Raises:
-            ConfigurationError: if an optimizer has changed the weights since the first.
-        """
+        """Yield (name, this rank's rectangles); one that files hold in another form comes whole, from one rank."""
         begun = self._model.step_number
         for item in chain.from_iterable(self.buckets):
             if self._model.step_number != begun:

@@ -151,10 +151,7 @@ class TensorFileWriter:
         self.close()
 
     def _send(self, position: int) -> None:
-        """Start writing the bytes before `position` to disk; otherwise the kernel would defer them until `fsync`.
-
-        Linux treats `POSIX_FADV_DONTNEED` this way. Dirty pages, such as these, stay in the page cache.
-        """
+        """Write the bytes before `position` to disk now, as Linux reads this advice; `fsync` would wait for them."""
         if position - self._sent >= _SEND_EVERY and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file, self._sent, position - self._sent, os.POSIX_FADV_DONTNEED)
             self._sent = position

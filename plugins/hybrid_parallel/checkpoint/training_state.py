@@ -422,11 +422,7 @@ def newest_snapshot(directories: Iterable[Path], group: ProcessGroup) -> Snapsho
 
 
 def keep_global_batch(loader: Any, saved: dict[str, Any] | None) -> None:
-    """Have a loader yield the global batches of a saved one, if its own differ.
-
-    A script that gives each replica a constant number of samples has other global batches under another number of
-    replicas.
-    """
+    """Have a loader yield a saved one's global batches, which scripts may tie to the number of replicas."""
     if saved is None or not isinstance(loader, ShardedDataLoader) or loader.batch_size is None:
         return
     size, replicas = saved["global_batch_size"], loader.global_batch_size // loader.batch_size

@@ -116,12 +116,7 @@ def model_builder(name: str, head: str | None = None) -> Callable[[], nn.Module]
 
 
 def model_of(name: str, head: str | None = None, trust_remote_code: bool = False) -> tuple[Any, type[nn.Module] | None]:
-    """Return the configuration and the class of a model; the class is None if neither input names one.
-
-    Args:
-        name, head: see `model_builder`.
-        trust_remote_code: whether code in the model's directory may run.
-    """
+    """Return a model's configuration, and its class or None; `name`, `head`: see `model_builder`."""
     import transformers
 
     config = _config(name, trust_remote_code)

@@ -46,14 +46,7 @@ _NOT_HERE = {
 
 
 def plugin_of(strategy: Strategy) -> HybridParallelPlugin:
-    """Create the plugin for a strategy.
-
-    Args:
-        strategy: input of `HybridParallelPlugin.from_config`, or a list of method names and (name, settings) pairs.
-
-    Raises:
-        ConfigurationError: a method is unknown or not available, or its settings are invalid.
-    """
+    """Create the plugin of a strategy: for `from_config`, or (method, settings) pairs; refuses unknown ones."""
     if isinstance(strategy, str | Path | Mapping):
         return HybridParallelPlugin.from_config(dict(strategy) if isinstance(strategy, Mapping) else strategy)
     options: dict[str, Any] = {}

@@ -154,11 +154,7 @@ class ReplicaCheck:
         self.iterations += 1
 
     def compare(self, batch: Mapping[str, Any]) -> None:
-        """Compare the batches of all ranks; warn if all replicas got the same batch from a loader that is not boosted.
-
-        Raises:
-            ConfigurationError: ranks iterated boosted loaders a different number of times; raised on all ranks.
-        """
+        """Compare the batches of all ranks; refuses unequal counts; warns of one batch on all replicas."""
         if not self._steps_left:
             return
         self._steps_left -= 1

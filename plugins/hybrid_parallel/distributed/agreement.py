@@ -82,11 +82,7 @@ def checked_collectives(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def naming_ranks() -> Iterator[None]:
-    """Report mismatched collectives in this context by their global ranks; torch counts ranks within the group.
-
-    Raises:
-        SynchronyError: if ranks of a group called different collectives; raised on all of its ranks.
-    """
+    """Report mismatched collectives in this context by global ranks, as a SynchronyError on the group."""
     try:
         yield
     except RuntimeError as error:

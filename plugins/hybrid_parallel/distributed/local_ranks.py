@@ -226,10 +226,7 @@ def devices_for(world_size: int) -> str:
 
 
 def fork_server(preload: Sequence[str]) -> Any:
-    """Return the context of `multiprocessing` whose processes start with these modules imported.
-
-    Its server is started here if there is none, and never interrupted: Ctrl-C would end its imports with a traceback.
-    """
+    """Return a `multiprocessing` context with these modules imported, whose server ignores Ctrl-C."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     resource_tracker.ensure_running()  # its start would unblock the signal

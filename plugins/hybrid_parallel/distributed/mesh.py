@@ -426,11 +426,7 @@ def ranks_of(mapping: Mapping[str, Mapping[str, Any]]) -> list[list[int]]:
 
 
 def in_blocks(ranks: Sequence[Sequence[int]], world_size: int) -> list[list[list[int]]]:
-    """Return the ranks by replica and stage: the first replica as mapped, the others in the same order after it.
-
-    Raises:
-        ConfigurationError: if there are further replicas, and the first does not consist of the first ranks.
-    """
+    """Return the ranks by replica and stage, the first as mapped, of the first ranks if there are others."""
     block = sum(map(len, ranks))
     named = sorted(rank for row in ranks for rank in row)
     if world_size != block and named != list(range(block)):
@@ -478,11 +474,7 @@ def _rank_of(name: Any, places: Sequence[tuple[str, int]]) -> int:
 
 
 def current_device() -> torch.device:
-    """Return the device that this rank trains on: its GPU if there is one, otherwise the CPU.
-
-    The GPU is the one that the default process group is bound to (`init_process_group(device_id=...)`); without that
-    it is torch's current one.
-    """
+    """Return this rank's GPU (of `init_process_group(device_id=...)`, else torch's current), or the CPU."""
     if not (torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())):
         return torch.device("cpu")
     bound = dist.group.WORLD.bound_device_id
@@ -490,11 +482,7 @@ def current_device() -> torch.device:
 
 
 def claim_device() -> torch.device:
-    """Make `current_device` torch's current one and return it; all ranks of the world must call this.
-
-    Raises:
-        ConfigurationError: two ranks train on the same GPU, for which NCCL has no communicator; raised on all ranks.
-    """
+    """Make `current_device` torch's and return it; all ranks call it; two ranks cannot have one GPU (NCCL)."""
     device = current_device()
     if device.type != "cuda":
         return device

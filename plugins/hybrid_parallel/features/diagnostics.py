@@ -205,14 +205,7 @@ def _size_of_difference(scopes: Sequence[_Scope], name: str, words: str, ranks: 
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Compare the options of all ranks.
-
-    Args:
-        options: the keywords of `HybridParallelPlugin` on this rank, all of them.
-
-    Raises:
-        ConfigurationError: if they differ; raised on all ranks, with the first difference.
-    """
+    """Compare the keywords of `HybridParallelPlugin` of all ranks; raises on all with the difference."""
     if dist.get_world_size() == 1:
         return
     options = {name: _plain(value) for name, value in options.items()}

@@ -297,12 +297,7 @@ class ReplicaLosses:
             self.kind = before
 
     def begin(self, rows: int | None, step: int) -> RowWeight | None:
-        """Exchange the rows of a batch that the model is called with; None if there is one replica.
-
-        Args:
-            rows: samples of this replica's share; None if they are not known.
-            step: number of the optimizer's step.
-        """
+        """Exchange a batch's `rows`, None if unknown, at an optimizer's `step`; None if there is one replica."""
         return RowWeight(self, rows, step) if self.mesh.size("dp") > 1 else None
 
     def weigh(self, gradient: Tensor, weight: float) -> Tensor:

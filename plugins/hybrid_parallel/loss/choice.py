@@ -250,10 +250,7 @@ def _own_rows(name: str, value: Any, place: tuple[int, int, int]) -> Any:
 
 
 class LossSource(Enum):
-    """Where the loss of a batch comes from: the user's criterion, the head's formula, or the forward of the model.
-
-    SCORES gives scores of tokens instead of a loss, and NOTHING outputs alone, because the batch has no labels.
-    """
+    """Where a loss comes from: criterion, head's formula, or the model; SCORES of tokens; NOTHING: no labels."""
 
     CRITERION, SCORES, NOTHING, HEAD, MODEL = "criterion", "scores", "nothing", "head", "model"
 

@@ -539,10 +539,7 @@ class RouterBalance:
         return self._sum_over(self._mesh.replica_group)
 
     def share_of_batch(self) -> Tensor:
-        """Return this rank's share of the weighted loss of the global batch (0-d), if it has one stage and one pass.
-
-        Shares of data- and context-parallel ranks add up to the loss and to its gradient.
-        """
+        """Return this rank's share of the weighted loss (0-d), of one stage and pass; shares add up."""
         value, self.weight = self.finish() * self.factor, self.factor
         return self._with_gradient(value / self._mesh.size(DP_CP))
 

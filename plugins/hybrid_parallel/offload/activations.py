@@ -325,14 +325,7 @@ _LEAST = 4096  # bytes: what is smaller stays
 
 
 def activation_store(place: str | Path | None, device: torch.device) -> Store | None:
-    """Return the store of a rank; None if activations stay where they are, as on a CPU with "cpu".
-
-    Args:
-        place: the option `offload_activations`.
-
-    Raises:
-        ConfigurationError: if this rank cannot write to the directory.
-    """
+    """Return a rank's store by the option `place`; None if nothing moves; refuses a bad directory."""
     directory = directory_of(place)
     file = None if directory is None else FileStore(directory, OPTION)
     if place is None or device.type == "cpu":

@@ -62,11 +62,7 @@ class Offload(Feature):
 
 
 def check_places(optimizers: Sequence[torch.optim.Optimizer], config: HybridParallelConfig, device_type: str) -> None:
-    """Refuse early what could only fail later: directories, and optimizers that cannot step on the host of a GPU.
-
-    Raises:
-        ConfigurationError: on this rank; a directory may be missing on one machine.
-    """
+    """Refuse early directories that fail, and optimizers that cannot step on the host of a GPU."""
     offload, parallel = config.offload, config.parallel
     for option in ("offload_optimizer", "offload_parameters"):
         directory = directory_of(getattr(offload, option))

@@ -69,10 +69,7 @@ class PagedFile(SharedSegment):
             extent.madvise(mmap.MADV_WILLNEED, start, _size(tensor))
 
     def page_out(self, tensor: Tensor) -> None:
-        """Give up the pages of a tensor from `empty`, or of a view of one that starts with it; ignore other tensors.
-
-        They are written in the background; the call waits only if the disk is far behind.
-        """
+        """Write the pages of a tensor of `empty`, or a view from its start, in the background; others stay."""
         found = self._places.get(tensor.data_ptr())
         if found is None or not tensor.numel():
             return

@@ -189,10 +189,7 @@ class Channel:
         return dist.irecv(tensor, self.peer, group=self.group)
 
     def warm_up(self, sends: bool) -> None:
-        """Send or receive one byte and wait for it, so that the connection exists; the neighbour must do the opposite.
-
-        The first message between two ranks creates their communicator, and blocks both until the other one comes.
-        """
+        """Exchange a byte with the neighbour, which does the opposite: the first message makes a communicator."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         work = dist.isend(byte, self.peer, group=self.group) if sends else self.irecv(byte)
         _wait_for([work], f"the first message between it and rank {self.peer}")
@@ -279,12 +276,7 @@ class Links:
 
 
 def connect(mesh: HybridMesh, schedule: Schedule, num_chunks: int) -> dict[int, Links]:
-    """Create the channels of this rank's stages; all ranks create the groups of all channels, in one order.
-
-    Args:
-        schedule: the pipeline schedule, which assigns stages to ranks.
-        num_chunks: number of stages per rank.
-    """
+    """Create the channels of this rank's stages of a `schedule`, all ranks the groups of all, in one order."""
     num_ranks, here, device = mesh.size("pp"), mesh.rank("pp"), mesh.device
     num_stages = num_chunks * num_ranks
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -198,11 +198,7 @@ def dispatched(cost: PartCost, layout: Layout, device: Device) -> PartCost:
 
 
 def recomputed(cost: PartCost, by_operators: bool = False) -> PartCost:
-    """Return the cost of a layer that saves its input, and is recomputed before its backward pass.
-
-    Args:
-        by_operators: whether it saves the results of products and attention as well, and only repeats the rest.
-    """
+    """Return the cost of a recomputed layer; `by_operators`: it saves results of products and attention."""
     again, talk, results = cost.forward, cost.forward_talk, 0.0
     if by_operators:
         again, talk, results = cost.again, cost.again_talk, cost.results

@@ -193,12 +193,7 @@ class Plan:
 
 
 def search(predictor: Predictor, space: Space, count: int = _SIMULATED) -> Plan:
-    """Rank the layouts of a space; those with offload if no other fits.
-
-    Args:
-        count: number of layouts, best by estimate, whose schedules are simulated; the others follow in the order of
-            their estimates.
-    """
+    """Rank the layouts of `space` as `predictor` predicts them."""
     rejected = [Rejection(grid, reason) for grid, reason in space.left_out()]
     fitting = _fitting(predictor, space.layouts(), rejected)
     # Offload never makes a step faster.

@@ -91,10 +91,7 @@ class ModelMap:
 
     @cached_property
     def shares_sequences(self) -> bool:
-        """Whether context-parallel ranks can share the sequences of the model, and with them the costs of its layers.
-
-        Each rank runs token mixers over whole sequences, whose costs and activations stay as they are.
-        """
+        """Whether ranks can share sequences and costs of layers; token mixers run over whole sequences."""
         is_shared = self.policy is not None and reason_against_sharing(self.model, self.policy) is None
         return is_shared and not mixers_of_layers(self.model, self.policy)
 

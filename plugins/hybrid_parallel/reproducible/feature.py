@@ -299,14 +299,7 @@ def check_reproducible(
     device: torch.device,
     precision: str,
 ) -> None:
-    """Refuse models, optimizers and devices for which bits may depend on the layout; pin kernels.
-
-    Args:
-        num_replicas: number of data-parallel replicas.
-
-    Raises:
-        ConfigurationError: for the first of them.
-    """
+    """Refuse, by the first, what makes bits depend on the layout; pin kernels; `precision`: the option."""
     is_short = precision == "bf16" or any(each.dtype in _SHORT for each in model.parameters())
     if device.type == "cuda" and is_short:
         raise ConfigurationError(
@@ -433,11 +426,7 @@ _COUNTS = (4, 2)  # without an option, the first that the model takes
 
 
 def tensor_group(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh) -> ProcessGroup:
-    """Return the tensor-parallel group for a whole model; all ranks of the world must call this.
-
-    Raises:
-        ConfigurationError: if the model cannot be computed in the blocks that are asked for, or that `tp_size` needs.
-    """
+    """Return a whole model's tensor-parallel group, if its blocks can be computed; all ranks call this."""
     count = _num_blocks(model, config)
     sequence_count = _num_sequence_blocks(model, config, count)
     return mesh.group("tp") if count == 1 else block_group(mesh, count, separate_use, sequence_count)

@@ -231,11 +231,7 @@ class ExactReducer(GradientReducer):
         super().finish(factor)
 
     def global_norm(self, device: torch.device, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the gradients of all ranks, from the exact sum of their squares, or other powers.
-
-        Raises:
-            ConfigurationError: if user code has set gradients beyond the range of exact sums, or for a power that is.
-        """
+        """Return the norm over all ranks from exact sums of squares, or other powers; refuses those out of range."""
         if norm_type == math.inf:  # nothing is added up
             return super().global_norm(device, norm_type)
         if norm_type > 2.0:

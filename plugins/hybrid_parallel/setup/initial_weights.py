@@ -122,12 +122,7 @@ def reader_of(model: nn.Module, seed: int) -> WeightReader | None:
 def fill(
     model: nn.Module, reader: WeightReader | None, config: HybridParallelConfig, mesh: HybridMesh, trains: bool
 ) -> dict[nn.Parameter, Source]:
-    """Give values to a shard that has none; return the parameters that still wait, see `defer_values`.
-
-    Args:
-        reader: of the values of parameters on the meta device.
-        trains: whether the model has an optimizer, which needs master weights.
-    """
+    """Give values to a shard without; return the waiting parameters; `trains`: makes master weights."""
     held = {}
     if trains and config.zero.zero_stage == 3:
         held = defer_values(model, reader, config, mesh, config.mixed_precision.dtype)

@@ -49,12 +49,7 @@ class LossBackward:
         by_rows: bool,
         models: Sequence[HybridParallelModel],
     ) -> None:
-        """Compute the gradients of `loss`; outside `no_sync`, also reduce them. See `Booster.backward`.
-
-        Args:
-            optimizer: one of those of the model that the loss is for.
-            models: all that the plugin has boosted.
-        """
+        """Compute the gradients of `loss`, see `Booster.backward`; reduce them outside of `no_sync`."""
         loss, count = loss_and_count(loss)
         kind = LossKind.SUM if count is not None else LossKind.MEAN_OF_ROWS if by_rows else LossKind.MEAN_OF_REPLICAS
         trained = [model for model in models if optimizer in model.optimizers]

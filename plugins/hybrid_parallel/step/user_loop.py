@@ -87,11 +87,7 @@ class UserLoop:
 
     @failure.guard("model(**batch)")
     def forward(self, batch: Batch) -> Any:
-        """Run all forward passes of a batch; return the outputs for the whole batch of this replica.
-
-        Raises:
-            ConfigurationError: if the ranks of the pipeline do not all call the model; raised on all of them.
-        """
+        """Run all forward passes of a batch, which all ranks call; return this replica's whole outputs."""
         if batch.args:
             raise ConfigurationError(
                 "model(...) got positional arguments, which have no names by which a pipeline could split the batch; "
@@ -213,11 +209,7 @@ class PipelineCall:
 
     @failure.guard("reading outputs of model(**batch)")
     def read(self, name: str) -> Any:
-        """Fetch an output that the script reads for the first time, on all ranks of the pipeline.
-
-        Raises:
-            ConfigurationError: if another rank of the pipeline goes on without reading it; raised on all of them.
-        """
+        """Fetch an output that the script reads first, on all ranks of the pipeline, which must all read it."""
         agree(self.model.mesh, f"reads outputs.{name} of call {self.number}")
         return self.fetch(name)
 

@@ -219,11 +219,7 @@ class TinyModel:
 
 
 def small_config(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = None) -> Any:
-    """Return the configuration with small sizes in all fields with a known name, and without dropout.
-
-    Args:
-        widths: hidden sizes of the whole configuration that this is a part of; None if it is the whole.
-    """
+    """Return the configuration with small sizes and no dropout; `widths`: of the whole that it is part of."""
     config_class = type(config)
     values = small_values(config, sizes, widths)
     try:

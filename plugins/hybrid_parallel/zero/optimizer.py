@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def updating(optimizer: HybridParallelOptimizer, overlaps: bool = False) -> Iterator[None]:
-    """Let the user's optimizer change its parameters in this context; afterwards all ranks have the new values.
-
-    Args:
-        overlaps: whether the all-gather of parameters may run until the next forward pass.
-    """
+    """Let the user's optimizer update; then all ranks have the values; `overlaps`: until the next forward."""
     for keep in optimizer.before_update:
         keep()
     optimizer.begin_update()

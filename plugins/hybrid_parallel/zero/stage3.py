@@ -324,12 +324,7 @@ class ParameterGathers:
         member.release()
 
     def shard_frozen(self, options: Mapping[str, BucketOptions], initial: dict[nn.Parameter, Source]) -> None:
-        """Shard the parameters that no optimizer trains.
-
-        Args:
-            options: axis over which a parameter is sharded -> the options of its replicas.
-            initial: sources of the values of parameters that have none; used ones are removed.
-        """
+        """Shard what no optimizer trains; `options`: of each axis; `initial`: sources of values, used ones removed."""
         taken = {param for unit in self._all() for member in unit.members for param in member.params}
         kinds: dict[tuple, list[nn.Parameter]] = {}
         for param, unit in self.units.of_parameter.items():

@@ -94,12 +94,7 @@ class ParameterExchange:
         return set(found.nonzero().flatten().tolist())
 
     def to_owners(self, value_of: Callable[[int], Tensor], indices: Collection[int]) -> dict[int, Tensor]:
-        """Send this rank's parts to their owners; return the whole parameters that this rank owns, by index.
-
-        Args:
-            value_of: returns the values of this rank's part at a position of `held`.
-            indices: the parameters to send, the same on all ranks.
-        """
+        """Send this rank's parts, `value_of`(position), of `indices` to owners; return the owned wholes."""
         wanted = set(indices)
 
         def passes(sender: int, owner: int) -> Iterator[int]:
@@ -116,12 +111,7 @@ class ParameterExchange:
         return self._assemble(shards, [index for index in sorted(wanted) if self.owners[index] == self.rank])
 
     def from_owners(self, whole_of: Callable[[int], Tensor], keep: Callable[[int, Tensor], None]) -> None:
-        """Send the whole parameters that this rank owns to the ranks that hold parts of them.
-
-        Args:
-            whole_of: returns a whole parameter by index.
-            keep: receives the position in `held` and the new values, flat.
-        """
+        """Send owned whole parameters, `whole_of`(index), to holders; `keep`: (position in `held`, values)."""
         shards: dict[tuple[int, int], Tensor] = {}
 
         def cut(part: HeldPart) -> Tensor:

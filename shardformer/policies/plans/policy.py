@@ -350,10 +350,7 @@ class PlanPolicy(Policy):
         return bool(found)
 
     def _gets_all_heads(self, owner: nn.Module, path: str, name: str) -> bool:
-        """Return whether transformers' plan cuts the output projection of an attention whose other parts are whole.
-
-        The layers of a hybrid have one name for it: the plan is that of the attention with sharded projections.
-        """
+        """Return whether a hybrid's plan for attention's output projection finds its other parts whole."""
         if self.declared is not None and self.declared.styles is not None:
             return False
         if self.plan[starred(join(path, name))] != "rowwise" or not is_attention(owner):

@@ -185,10 +185,7 @@ def _is_in_region(owner: nn.Module, change: Change) -> bool:
 
 
 def _adds_positions(attention: nn.Module) -> bool:
-    """Return whether an attention adds position embeddings to the states that its columns read, as DETR's does.
-
-    Their gradient is that of all columns, which a region sums up for the slice of the states alone.
-    """
+    """Return whether an attention adds positions to its columns' input, as DETR's; regions would sum them."""
     names = set(inspect.signature(attention.forward).parameters)
     is_rotary = any("rot" in name for name in names_read(attention))
     return bool(names & _POSITIONS) or ("position_embeddings" in names and not is_rotary)

@@ -400,11 +400,7 @@ class DeepSpeedConfig(BaseModel):
         return options if steps is None else {**options, "num_microbatches": steps}
 
     def batch_sizes(self, dp_size: int) -> tuple[int | None, int | None]:
-        """Return the samples of a micro-batch and the micro-batches of a step; None for a number that is not given.
-
-        Raises:
-            ConfigurationError: the batch sizes are inconsistent with this number of replicas.
-        """
+        """Return a micro-batch's samples and a step's micro-batches, or None; refuses what does not fit."""
         total, micro, steps = (
             self.train_batch_size,
             self.train_micro_batch_size_per_gpu,

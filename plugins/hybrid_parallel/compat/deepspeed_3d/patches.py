@@ -195,11 +195,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: i
 
 @contextmanager
 def reading_cut_logits(model: nn.Module) -> Iterator[None]:
-    """Run a loss function, and check that it handles logits of `model` that are sharded over the vocabulary.
-
-    Raises:
-        ConfigurationError: it does not, so that its softmax covered only a part of the vocabulary.
-    """
+    """Run a loss, which must handle logits of `model` that are sharded over the vocabulary."""
     head = next((module for module in model.modules() if isinstance(module, VocabParallelLMHead)), None)
     if head is None or head.gather_output:
         yield

@@ -143,12 +143,7 @@ class HierarchicalCollectives(P2PCollectives):
         return flat.view(self.num_machines, self.per_machine, -1)
 
     def exchange(self, machine: int, place: int, sent: Tensor, arriving: Tensor, tag: int) -> list[Any]:
-        """Start to send tensors to the rank at a place of a machine, and to receive as many.
-
-        Args:
-            sent, arriving: [count, shard], of which rows are contiguous.
-            tag: which messages of these two ranks belong together.
-        """
+        """Exchange `sent` for `arriving`, [count, shard], rows contiguous, with a machine's rank; `tag`: of both."""
         group, other = self.group, machine * self.per_machine + place
         works: list[Any] = [dist.irecv(row, group_src=other, group=group, tag=tag) for row in arriving]
         return works + [dist.isend(row, group_dst=other, group=group, tag=tag) for row in sent]
