@@ -22,17 +22,11 @@ _OWN_ATTRIBUTES = frozenset({"shard_spec", "grad_group", "partial_sum", "grad_bu
 
 @dataclass(frozen=True)
 class Part:
-    """One independently sharded part of a fused tensor (the query part of a fused QKV weight).
+    """One independently sharded part of a fused tensor (the query part of a fused QKV weight)."""
 
-    Attributes:
-        size: rows of the part in the full tensor, without padding.
-        unit: rows that must stay together, such as `head_dim` for a projection to attention heads.
-        padded_size: rows after padding, divisible by the number of shards; None for no padding.
-    """
-
-    size: int
-    unit: int = 1
-    padded_size: int | None = None
+    size: int  # rows of the part in the full tensor, without padding
+    unit: int = 1  # rows that must stay together, such as `head_dim` for a projection to attention heads
+    padded_size: int | None = None  # rows after padding, divisible by the number of shards; None for no padding
 
     def piece(self, index: int, num_pieces: int) -> tuple[int, int, int]:
         """Return (start, stop, padding rows) of piece `index`; start and stop are relative to the part."""

@@ -38,21 +38,16 @@ _OF_WORKERS = ("num_workers", "prefetch_factor", "timeout", "worker_init_fn", "m
 
 @dataclass(frozen=True)
 class _Place:
-    """A place in a stream.
-
-    Attributes:
-        row: number in the epoch of the first row of a window.
-        document, token: the document that the window begins with, and its first token there.
-        known: a document, and the state of the stream before it; None for one without a state.
-        passed: rows to pass over from there.
-    """
+    """A place in a stream."""
 
     epoch: int
-    row: int = 0
+    row: int = 0  # number in the epoch of the first row of a window
+    # document, token: the document that the window begins with, and its first token there
     document: int = 0
     token: int = 0
+    # a document, and the state of the stream before it; None for one without a state
     known: tuple[int, Any] | None = None
-    passed: int = 0
+    passed: int = 0  # rows to pass over from there
 
 
 class PackedStream(IterableDataset[list[Document]]):

@@ -41,19 +41,13 @@ class Message:
 
 @dataclass(frozen=True)
 class ElasticPlace(Message):
-    """Place of a rank in an elastic job.
+    """Place of a rank in an elastic job."""
 
-    Attributes:
-        memory: directory in the memory of this machine, which outlives the rank.
-        round: number of the round, from 1.
-        events: file to which times of events are appended; "" for none.
-    """
-
-    memory: str
+    memory: str  # directory in the memory of this machine, which outlives the rank
     min_ranks: int
     max_ranks: int
-    round: int
-    events: str = ""
+    round: int  # number of the round, from 1
+    events: str = ""  # file to which times of events are appended; "" for none
 
     @property
     def pieces(self) -> Path:

@@ -271,21 +271,14 @@ _REGROUP_S = 3.0  # that agents need to find a new leader
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers that the user may choose.
-
-    Attributes:
-        join_s: how long the job waits for `min_ranks`.
-        last_call_s: how long the first round waits for `max_ranks` once `min_ranks` are there.
-        lost_s: how long an agent may send no report.
-        max_restarts: rounds in sequence that may fail without a new snapshot.
-    """
+    """Numbers that the user may choose."""
 
     min_ranks: int
     max_ranks: int
-    join_s: float = 600.0
-    last_call_s: float = 30.0
-    lost_s: float = 4.0
-    max_restarts: int = 10
+    join_s: float = 600.0  # how long the job waits for `min_ranks`
+    last_call_s: float = 30.0  # how long the first round waits for `max_ranks` once `min_ranks` are there
+    lost_s: float = 4.0  # how long an agent may send no report
+    max_restarts: int = 10  # rounds in sequence that may fail without a new snapshot
 
 
 class Leader:

@@ -28,27 +28,22 @@ Answer = TypeVar("Answer", bound=Hashable)
 
 @dataclass
 class RankSnapshot:
-    """State of a rank.
-
-    Attributes:
-        operation, call: innermost operation of the library and its call number; ("", 0) outside of any operation.
-        wait: description of where the rank waits for others; empty if it does not wait.
-        blocked_s: seconds for which nothing has gone on in this wait.
-        completed: operation -> number of calls that completed without an error.
-        groups: collectives that the rank has issued on its process groups.
-        left_out: number of leading collectives of the previous step that the rank has skipped in this one (such as the
-            checks of the first batches); None if the steps differ in another way.
-    """
+    """State of a rank."""
 
     rank: int
+    # operation, call: innermost operation of the library and its call number; ("", 0) outside of any operation
     operation: str = ""
     call: int = 0
     phrase: str = ""
-    wait: str = ""
-    blocked_s: float = 0.0
+    wait: str = ""  # description of where the rank waits for others; empty if it does not wait
+    blocked_s: float = 0.0  # seconds for which nothing has gone on in this wait
+    # operation -> number of calls that completed without an error
     completed: dict[str, int] = field(default_factory=dict)
+    # collectives that the rank has issued on its process groups
     groups: dict[str, GroupRecord] = field(default_factory=dict)
     ended: bool = False
+    # number of leading collectives of the previous step that the rank has skipped in this one (such as the checks of
+    # the first batches); None if the steps differ in another way
     left_out: int | None = None
     on_device: bool = False
 
@@ -231,22 +226,15 @@ def _minority(snapshots: list[RankSnapshot]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Difference:
-    """A collective that some ranks called where others called a different one.
+    """A collective that some ranks called where others called a different one."""
 
-    Attributes:
-        role, number: role of the groups, and sequence number of the collective.
-        called: rank -> collective.
-        usual: the majority's collective, among ranks with the same history of collectives.
-        odd: ranks with this history that called another collective.
-        within_group: whether members of one group differ.
-    """
-
+    # role, number: role of the groups, and sequence number of the collective
     role: str
     number: int
-    called: Mapping[int, str]
-    usual: str
-    odd: list[int]
-    within_group: bool
+    called: Mapping[int, str]  # rank -> collective
+    usual: str  # the majority's collective, among ranks with the same history of collectives
+    odd: list[int]  # ranks with this history that called another collective
+    within_group: bool  # whether members of one group differ
 
 
 def _first_difference(snapshots: list[RankSnapshot]) -> _Difference | None:

@@ -33,28 +33,19 @@ _POINT_TO_POINT = ("send", "recv")
 
 @dataclass(frozen=True)
 class RecordedOperation:
-    """An operation of this rank on a process group.
+    """An operation of this rank on a process group."""
 
-    Attributes:
-        group: torch's name of the group.
-        backend: "gloo" or "nccl".
-        number: its number in the group, as `_get_sequence_number_for_group` of the backend counts: gloo counts
-            point-to-point operations too, NCCL counts collectives only.
-        collectives: number of collectives so far, including this one.
-        text: its name and shapes, as in `all_reduce of 4x8 Float`.
-        is_complete: whether it has ended, on the device for NCCL.
-        created_ns: when it was called, in nanoseconds since the epoch.
-        thread: identifier of the thread that called it, as `threading.get_ident` returns; None if torch records none.
-    """
-
-    group: str
-    backend: str
+    group: str  # torch's name of the group
+    backend: str  # "gloo" or "nccl"
+    # its number in the group, as `_get_sequence_number_for_group` of the backend counts: gloo counts point-to-point
+    # operations too, NCCL counts collectives only
     number: int
-    collectives: int
-    text: str
-    is_complete: bool
+    collectives: int  # number of collectives so far, including this one
+    text: str  # its name and shapes, as in `all_reduce of 4x8 Float`
+    is_complete: bool  # whether it has ended, on the device for NCCL
     is_point_to_point: bool
-    created_ns: int
+    created_ns: int  # when it was called, in nanoseconds since the epoch
+    # identifier of the thread that called it, as `threading.get_ident` returns; None if torch records none
     thread: int | None = None
 
 

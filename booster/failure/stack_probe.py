@@ -53,16 +53,12 @@ def waits_for_ranks(function: Function) -> Function:
 
 @dataclass(frozen=True)
 class Wait:
-    """A call that waits for other ranks.
+    """A call that waits for other ranks."""
 
-    Attributes:
-        call, place: the call, and its file and line.
-        on_device: whether the host waits for its GPU.
-    """
-
+    # call, place: the call, and its file and line
     call: str
     place: str
-    on_device: bool = False
+    on_device: bool = False  # whether the host waits for its GPU
 
     def text(self) -> str:
         """Describe the wait, for messages."""

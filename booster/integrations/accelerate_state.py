@@ -29,14 +29,10 @@ _STATE = "booster"  # folder of the first model's checkpoint; those of others ha
 
 
 class StateFolders:
-    """Mixin before accelerate's `Accelerator`.
-
-    Attributes:
-        step: number of batches since the last complete group of accumulated ones.
-    """
+    """Mixin before accelerate's `Accelerator`."""
 
     booster: Booster
-    step: int
+    step: int  # number of batches since the last complete group of accumulated ones
     project_configuration: Any
     project_dir: str | None
     save_iteration: int

@@ -19,15 +19,10 @@ _FORWARD = "_fused_forward"  # name of TRL's replacement, a method in the instan
 
 @dataclass(frozen=True)
 class FusedHead:
-    """What TRL's fused head was made with.
+    """What TRL's fused head was made with."""
 
-    Attributes:
-        temperature: of the logits.
-        outputs: fields to compute.
-    """
-
-    temperature: float
-    outputs: tuple[str, ...]
+    temperature: float  # of the logits
+    outputs: tuple[str, ...]  # fields to compute
 
     @staticmethod
     def taken_from(model: nn.Module) -> FusedHead | None:

@@ -203,12 +203,9 @@ class ReplicaMeans(Tensor):
 
     `mean()` is that over all samples, also where replicas have different numbers of them, or none. Everything else is
     as for plain tensors, and returns plain tensors.
-
-    Attributes:
-        rows: number of samples of each replica, [replicas].
     """
 
-    rows: Tensor
+    rows: Tensor  # number of samples of each replica, [replicas]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod

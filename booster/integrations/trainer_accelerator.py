@@ -40,24 +40,16 @@ class ItemCount(Tensor):
 
 @dataclass
 class LossInProgress:
-    """The loss of a batch that a Trainer computes.
+    """The loss of a batch that a Trainer computes."""
 
-    Attributes:
-        rows: samples of this replica; None if that is unknown.
-        items: the number of items of all replicas, as the Trainer's `compute_loss` gets it.
-        is_shared: whether the model computed it, as one loss of all replicas.
-        is_weighted: whether its mean over replicas is the loss of all of them.
-        read_processes: whether `accelerator.num_processes` was read, as by code for several processes.
-        nothing: a zero that depends on the model's latest outputs, where this replica has no samples; else None.
-        answers: rows of each sample in what is gathered, in blocks: the first answers to all samples, then the second.
-    """
-
-    rows: int | None
-    items: Any = None
-    is_shared: bool = False
-    is_weighted: bool = False
-    read_processes: bool = False
+    rows: int | None  # samples of this replica; None if that is unknown
+    items: Any = None  # the number of items of all replicas, as the Trainer's `compute_loss` gets it
+    is_shared: bool = False  # whether the model computed it, as one loss of all replicas
+    is_weighted: bool = False  # whether its mean over replicas is the loss of all of them
+    read_processes: bool = False  # whether `accelerator.num_processes` was read, as by code for several processes
+    # a zero that depends on the model's latest outputs, where this replica has no samples; else None
     nothing: Tensor | None = None
+    # rows of each sample in what is gathered, in blocks: the first answers to all samples, then the second
     answers: int = 1
 
 

@@ -230,17 +230,12 @@ class GuardedModel(ModelWrapper):
 
 @dataclass
 class ModelFiles:
-    """How a model's weights are gathered and written.
+    """How a model's weights are gathered and written."""
 
-    Attributes:
-        io: returns what writes and gathers models, which is imported when it is first needed; set by the plugin.
-        state: the whole weights, while a method of the model writes them.
-        number: of the answer by which this rank writes its part for rank 0.
-    """
-
+    # returns what writes and gathers models, which is imported when it is first needed; set by the plugin
     io: Callable[[], CheckpointIO] | None = None
-    state: Mapping[str, Tensor] | None = None
-    number: int = 0
+    state: Mapping[str, Tensor] | None = None  # the whole weights, while a method of the model writes them
+    number: int = 0  # of the answer by which this rank writes its part for rank 0
 
 
 class LocalState(OrderedDict[str, Any]):

@@ -29,21 +29,15 @@ from shardformer.shard_spec import spec_of
 
 @dataclass(frozen=True)
 class ParamShard:
-    """A rank's shard of a parameter.
+    """A rank's shard of a parameter."""
 
-    Attributes:
-        name: name in the whole model.
-        shape, full_shape: shape of the shard, including padding, and of the whole parameter.
-        dim: sharded dim; None if the parameter is not sharded.
-        trains: whether the parameter requires a gradient.
-    """
-
-    name: str
+    name: str  # name in the whole model
+    # shape, full_shape: shape of the shard, including padding, and of the whole parameter
     shape: tuple[int, ...]
     full_shape: tuple[int, ...]
-    dim: int | None
+    dim: int | None  # sharded dim; None if the parameter is not sharded
     dtype: torch.dtype
-    trains: bool
+    trains: bool  # whether the parameter requires a gradient
 
     @property
     def numel(self) -> int:
@@ -58,19 +52,14 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class RankShards:
-    """Shards of one rank of the first replica (with expert parallelism: of the first expert-parallel group).
-
-    Attributes:
-        stage, tp_rank: coordinates of the rank.
-        pieces: shards, in the order of the model.
-        ep_rank: coordinate on the expert-parallel axis.
-    """
+    """Shards of one rank of the first replica (with expert parallelism: of the first expert-parallel group)."""
 
     rank: int
+    # stage, tp_rank: coordinates of the rank
     stage: int
     tp_rank: int
-    pieces: tuple[ParamShard, ...]
-    ep_rank: int = 0
+    pieces: tuple[ParamShard, ...]  # shards, in the order of the model
+    ep_rank: int = 0  # coordinate on the expert-parallel axis
 
     @property
     def bytes(self) -> int:

@@ -42,29 +42,20 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNeeds:
-    """What the attention of a model needs from its kernel.
+    """What the attention of a model needs from its kernel."""
 
-    Attributes:
-        supports_flash, supports_sdpa: what the model's class declares (a bias on scores excludes flash-attn).
-        flash_kernels: the flash kernels that the class is restricted to (attention sinks); None for any.
-        takes_arguments: whether the model hands arguments that it does not know on to its attention.
-        soft_caps: whether scores are soft-capped (Gemma 2), which SDPA silently ignores.
-        dropout: probability that training drops an attention weight; 0.0 for none.
-        device: type of the device that the model will run on.
-        capability: compute capability of that GPU, (major, minor); None if unknown.
-        dtype: dtype that the model will run in.
-    """
-
+    # supports_flash, supports_sdpa: what the model's class declares (a bias on scores excludes flash-attn)
     supports_flash: bool
     supports_sdpa: bool
+    # the flash kernels that the class is restricted to (attention sinks); None for any
     flash_kernels: tuple[str, ...] | None = None
-    takes_arguments: bool = True
-    soft_caps: bool = False
-    dropout: float = 0.0
+    takes_arguments: bool = True  # whether the model hands arguments that it does not know on to its attention
+    soft_caps: bool = False  # whether scores are soft-capped (Gemma 2), which SDPA silently ignores
+    dropout: float = 0.0  # probability that training drops an attention weight; 0.0 for none
     head_dims: tuple[int, ...] = ()
-    device: str
-    capability: Capability | None = None
-    dtype: torch.dtype
+    device: str  # type of the device that the model will run on
+    capability: Capability | None = None  # compute capability of that GPU, (major, minor); None if unknown
+    dtype: torch.dtype  # dtype that the model will run in
 
     @property
     def gpu(self) -> str:
@@ -74,31 +65,23 @@ class AttentionNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBackend:
-    """One kernel.
+    """One kernel."""
 
-    Attributes:
-        name: as a value of `enable_flash_attention`.
-        package: the module that must be there.
-        distribution: what it must be of, where several have that module; empty for any.
-        limits: needs -> why it does not serve a model, as the rest of a sentence; empty if it does.
-        not_usable: () -> why the package cannot be used though it is there; empty if it can.
-        entry: its name in the registries; that of the backend if empty.
-        kernel: the function for the registry of kernels; None if transformers has one under the name.
-        masks: the function for the registry of masks, or the name of the kernel whose masks it takes; None if
-            transformers has one under the name.
-        is_automatic: whether `enable_flash_attention=True` may choose it.
-        is_like_sdpa: whether it does what SDPA does: no caps of scores, and only models that have an SDPA path.
-    """
-
-    name: str
-    package: str = "torch"
-    distribution: str = ""
+    name: str  # as a value of `enable_flash_attention`
+    package: str = "torch"  # the module that must be there
+    distribution: str = ""  # what it must be of, where several have that module; empty for any
+    # needs -> why it does not serve a model, as the rest of a sentence; empty if it does
     limits: Callable[[AttentionNeeds], str] = lambda needs: ""
+    # () -> why the package cannot be used though it is there; empty if it can
     not_usable: Callable[[], str] = lambda: ""
-    entry: str = ""
+    entry: str = ""  # its name in the registries; that of the backend if empty
+    # the function for the registry of kernels; None if transformers has one under the name
     kernel: Callable[..., Any] | None = None
+    # the function for the registry of masks, or the name of the kernel whose masks it takes; None if transformers has
+    # one under the name
     masks: Callable[..., Any] | str | None = None
-    is_automatic: bool = False
+    is_automatic: bool = False  # whether `enable_flash_attention=True` may choose it
+    # whether it does what SDPA does: no caps of scores, and only models that have an SDPA path
     is_like_sdpa: bool = False
 
     @property
@@ -456,15 +439,10 @@ _BY_ENTRY = {backend.entry or backend.name: backend for backend in BACKENDS}
 
 @dataclass(frozen=True)
 class Choice:
-    """The attention kernel of a model.
+    """The attention kernel of a model."""
 
-    Attributes:
-        implementation: name in the attention registry; None to keep the model's own.
-        reason: why no faster backend was chosen, for the log; empty if there is no reason to log.
-    """
-
-    implementation: str | None
-    reason: str = ""
+    implementation: str | None  # name in the attention registry; None to keep the model's own
+    reason: str = ""  # why no faster backend was chosen, for the log; empty if there is no reason to log
 
 
 def backend_of(entry: str) -> AttentionBackend | None:

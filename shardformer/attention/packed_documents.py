@@ -40,15 +40,10 @@ _POSITIONS = "position_ids"
 
 
 class MaskCall(NamedTuple):
-    """A call by which a class makes a mask.
+    """A call by which a class makes a mask."""
 
-    Attributes:
-        is_causal: whether it is not one of an encoder.
-        passes_positions: whether it passes position ids on.
-    """
-
-    is_causal: bool
-    passes_positions: bool
+    is_causal: bool  # whether it is not one of an encoder
+    passes_positions: bool  # whether it passes position ids on
 
 
 def may_be_packed(inputs: Mapping[str, Any]) -> bool:
@@ -81,15 +76,10 @@ def document_starts(positions: Tensor) -> Tensor:
 
 
 class Jumps(NamedTuple):
-    """Steps of positions other than to the next one.
+    """Steps of positions other than to the next one."""
 
-    Attributes:
-        found: whether there are any.
-        are_restarts: whether all of them are restarts of documents.
-    """
-
-    found: bool
-    are_restarts: bool
+    found: bool  # whether there are any
+    are_restarts: bool  # whether all of them are restarts of documents
 
 
 def jumps_of(positions: Tensor) -> Jumps:
@@ -212,13 +202,9 @@ def _lengths_between(starts: Tensor) -> tuple[int, ...]:
 
 
 class Documents:
-    """The documents in the rows that the layer which runs now reads. Copies of a model share it.
+    """The documents in the rows that the layer which runs now reads. Copies of a model share it."""
 
-    Attributes:
-        lengths: of these; None if nothing is packed.
-    """
-
-    lengths: Lengths | None = None
+    lengths: Lengths | None = None  # of these; None if nothing is packed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Documents:
         return self

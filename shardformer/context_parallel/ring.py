@@ -33,36 +33,25 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Block:
-    """A block of queries and the block of keys that they attend to.
+    """A block of queries and the block of keys that they attend to."""
 
-    Attributes:
-        queries, keys: ranges within the local queries and keys.
-        is_causal: query i sees the keys up to number i of the block, which has as many keys as queries.
-        is_flipped: query i sees the keys from number i on instead, as at the far edge of a window.
-        allowed: [batch or 1, heads or 1, queries, keys] bool, True where a query sees a key; None for everywhere.
-    """
-
+    # queries, keys: ranges within the local queries and keys
     queries: slice
     keys: slice
-    is_causal: bool = False
+    is_causal: bool = False  # query i sees the keys up to number i of the block, which has as many keys as queries
+    # [batch or 1, heads or 1, queries, keys] bool, True where a query sees a key; None for everywhere
     allowed: Tensor | None = None
     rows: slice = field(default_factory=partial(slice, None))
-    is_flipped: bool = False
+    is_flipped: bool = False  # query i sees the keys from number i on instead, as at the far edge of a window
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """Parameters that turn scores into weights.
+    """Parameters that turn scores into weights."""
 
-    Attributes:
-        scale: factor of the scores.
-        dropout: probability that a weight is dropped.
-        seed: seed of the dropout mask, different for each block.
-    """
-
-    scale: float
-    dropout: float = 0.0
-    seed: int = 0
+    scale: float  # factor of the scores
+    dropout: float = 0.0  # probability that a weight is dropped
+    seed: int = 0  # seed of the dropout mask, different for each block
 
 
 class Gradients(NamedTuple):

@@ -33,24 +33,15 @@ Positions = Callable[[Mapping[str, Any]], Tensor | None]
 
 @dataclass
 class ContextParallelPass:
-    """One forward pass over sharded sequences.
+    """One forward pass over sharded sequences."""
 
-    Attributes:
-        axis: the ranks that share the sequences.
-        length: tokens of a sequence, without the padding to equal shards.
-        real: [batch, length] bool, True for tokens that are not padding; None if all are.
-        positions: [batch or 1, length], if documents are packed in a row; None otherwise.
-        mask_on_host: [batch, length], not zero for tokens that are not padding, on the CPU; None if only the device
-            has it.
-        positions_on_host: `positions` on the CPU.
-    """
-
-    axis: ZigzagSharding
-    length: int
-    real: Tensor | None = None
-    positions: Tensor | None = None
+    axis: ZigzagSharding  # the ranks that share the sequences
+    length: int  # tokens of a sequence, without the padding to equal shards
+    real: Tensor | None = None  # [batch, length] bool, True for tokens that are not padding; None if all are
+    positions: Tensor | None = None  # [batch or 1, length], if documents are packed in a row; None otherwise
+    # [batch, length], not zero for tokens that are not padding, on the CPU; None if only the device has it
     mask_on_host: Tensor | None = None
-    positions_on_host: Tensor | None = None
+    positions_on_host: Tensor | None = None  # `positions` on the CPU
 
     def __post_init__(self) -> None:
         if self.positions is not None and self.positions_on_host is None:

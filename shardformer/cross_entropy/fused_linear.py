@@ -269,20 +269,13 @@ class _HeadCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LMHeadCall:
-    """One call of a language-model head.
+    """One call of a language-model head."""
 
-    Attributes:
-        hidden: input of the head, [..., hidden].
-        weight: [vocabulary, hidden], or this rank's shard of it.
-        bias: [vocabulary], or this rank's shard of it, or None.
-        compute: the head's own forward, `hidden` -> logits.
-        vocab_range, group: local rows of the vocabulary, and the axis over which it is sharded; None for all rows.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    compute: Callable[[Tensor], Tensor]
+    hidden: Tensor  # input of the head, [..., hidden]
+    weight: Tensor  # [vocabulary, hidden], or this rank's shard of it
+    bias: Tensor | None  # [vocabulary], or this rank's shard of it, or None
+    compute: Callable[[Tensor], Tensor]  # the head's own forward, `hidden` -> logits
+    # vocab_range, group: local rows of the vocabulary, and the axis over which it is sharded; None for all rows
     vocab_range: tuple[int, int] | None = None
     group: ProcessGroup | None = None
 

@@ -25,15 +25,10 @@ _ALIASES = {"pipe": "pipeline"}
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """A mesh of ranks with named axes.
+    """A mesh of ranks with named axes."""
 
-    Attributes:
-        sizes: name -> number of ranks along the axis, fastest varying first.
-        order: rank at each position of the mesh.
-    """
-
-    sizes: dict[str, int]
-    order: tuple[int, ...]
+    sizes: dict[str, int]  # name -> number of ranks along the axis, fastest varying first
+    order: tuple[int, ...]  # rank at each position of the mesh
 
     @staticmethod
     def of(axes: Sequence[tuple[str, int]], order: Sequence[int] | None, world_size: int) -> ParallelGroups:

@@ -40,20 +40,14 @@ def _itself(parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of one axis.
+    """The blocks of one axis."""
 
-    Attributes:
-        count: number of blocks on all ranks, a power of two.
-        local: indices of the blocks of this rank.
-        use: returns an alias of a parameter for one of several blocks that read it; code that adds up gradients exactly
-            lets the gradient of each be a summand of its own.
-        sequence_count: number of blocks that sequences are divided into between tensor-parallel regions.
-    """
-
-    count: int
-    local: range
+    count: int  # number of blocks on all ranks, a power of two
+    local: range  # indices of the blocks of this rank
+    # returns an alias of a parameter for one of several blocks that read it; code that adds up gradients exactly lets
+    # the gradient of each be a summand of its own
     use: Callable[[Tensor], Tensor] = _itself
-    sequence_count: int = 1
+    sequence_count: int = 1  # number of blocks that sequences are divided into between tensor-parallel regions
 
     def slices(self, spec: ShardSpec) -> list[list[slice]]:
         """Return where each local block lies in this rank's shard: one slice of the sharded dim for each part."""
@@ -135,15 +129,10 @@ _READ = frozenset(
 
 
 class BlockedTensor(Tensor):
-    """One tensor for each block of this rank.
+    """One tensor for each block of this rank."""
 
-    Attributes:
-        blocks: the tensors, each with its own autograd graph.
-        region: the blocks of the axis.
-    """
-
-    blocks: tuple[Tensor, ...]
-    region: Blocks
+    blocks: tuple[Tensor, ...]  # the tensors, each with its own autograd graph
+    region: Blocks  # the blocks of the axis
 
     @staticmethod
     def __new__(cls, blocks: Sequence[Tensor], region: Blocks) -> BlockedTensor:

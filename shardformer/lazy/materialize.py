@@ -70,28 +70,19 @@ class StorageView:
 
 @dataclass(eq=False)
 class LoggedCall:
-    """One logged operation.
+    """One logged operation."""
 
-    Attributes:
-        number: position in the log.
-        function: the operation; has a method `piece(spec)` if it can compute a part of its result (a file).
-        args, kwargs: its arguments, with places instead of tensors.
-        results: (index among the returned tensors, place) of the storages it creates.
-        writes: the storages that it creates or changes.
-        overwrites: the storage that it overwrites completely, without reading it.
-        draws: whether it draws random numbers.
-        owner: (name, ordinal) that its random numbers are drawn for.
-    """
-
-    number: int
+    number: int  # position in the log
+    # the operation; has a method `piece(spec)` if it can compute a part of its result (a file)
     function: Callable[..., Any]
+    # args, kwargs: its arguments, with places instead of tensors
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: Sequence[tuple[int, StorageView]]
-    writes: Sequence[torch.UntypedStorage]
-    overwrites: torch.UntypedStorage | None = None
-    draws: bool = False
-    owner: tuple[str, int] | None = None
+    results: Sequence[tuple[int, StorageView]]  # (index among the returned tensors, place) of the storages it creates
+    writes: Sequence[torch.UntypedStorage]  # the storages that it creates or changes
+    overwrites: torch.UntypedStorage | None = None  # the storage that it overwrites completely, without reading it
+    draws: bool = False  # whether it draws random numbers
+    owner: tuple[str, int] | None = None  # (name, ordinal) that its random numbers are drawn for
     reads: list[torch.UntypedStorage] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -254,16 +245,12 @@ _NOT_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_init_args", "_init_k
 
 @dataclass(frozen=True)
 class RecordedTensors:
-    """The tensors of one module at the end of the recording context.
+    """The tensors of one module at the end of the recording context."""
 
-    Attributes:
-        log: log that holds the places.
-        places: name of a parameter or buffer -> its place and its version, the number of in-place changes.
-        attributes: name of another attribute that is or holds tensors -> the attribute with places instead of tensors.
-    """
-
-    log: InitLog
+    log: InitLog  # log that holds the places
+    # name of a parameter or buffer -> its place and its version, the number of in-place changes
     places: Mapping[str, tuple[StorageView, int]]
+    # name of another attribute that is or holds tensors -> the attribute with places instead of tensors
     attributes: Mapping[str, Any]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedTensors:

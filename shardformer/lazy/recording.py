@@ -416,19 +416,12 @@ def _tensors_of(path: Path, recorder: DispatchRecorder) -> Iterator[tuple[str, T
 
 @dataclass(frozen=True)
 class Opened:
-    """The weights of a directory, matched to a model.
+    """The weights of a directory, matched to a model."""
 
-    Attributes:
-        values: values of the model's parameters and buffers, read piece by piece.
-        missing: names that the files lack.
-        unexpected: names that the model lacks.
-        mismatched: (name, shape in the files, shape in the model).
-    """
-
-    values: RecordedValues
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    values: RecordedValues  # values of the model's parameters and buffers, read piece by piece
+    missing: list[str]  # names that the files lack
+    unexpected: list[str]  # names that the model lacks
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # (name, shape in the files, shape in the model)
 
 
 def open_directory(model_class: type, config: Any, directory: Path, dtype: torch.dtype, allow_bin: bool) -> Opened:

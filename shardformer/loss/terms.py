@@ -36,17 +36,11 @@ _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 @dataclass(frozen=True)
 class RouterSums:
-    """What the auxiliary loss depends on, of some layers and tokens; those of parts add up.
+    """What the auxiliary loss depends on, of some layers and tokens; those of parts add up."""
 
-    Attributes:
-        chosen: [experts], how many times each expert was chosen; without gradient.
-        probabilities: [experts], sum of the probabilities of each expert.
-        rows: number of (layer, token) pairs, 0-d.
-    """
-
-    chosen: Tensor
-    probabilities: Tensor
-    rows: Tensor
+    chosen: Tensor  # [experts], how many times each expert was chosen; without gradient
+    probabilities: Tensor  # [experts], sum of the probabilities of each expert
+    rows: Tensor  # number of (layer, token) pairs, 0-d
 
     @property
     def loss(self) -> Tensor:
@@ -224,32 +218,20 @@ DIVISOR, IGNORED, SHIFTED = LOSS_KEYWORDS = ("num_items_in_batch", "ignore_index
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One mean in a head's loss.
+    """One mean in a head's loss."""
 
-    Attributes:
-        labels: batch key of the labels.
-        count: (labels, batch) -> number of values that the mean is over (0-d).
-        total: (outputs, labels) -> sum of the values (0-d, differentiable).
-        weight: factor of this mean in the loss.
-        is_input: whether the model's forward also reads the labels.
-        epsilon: added to the global count.
-        is_sum: whether the head sums the values instead of averaging them.
-        prepare: (labels, batch) -> labels in the form that `count` and `total` take; None if unchanged.
-        per_token: whether prepared labels are [batch, seq], each used only with the output of its own token.
-        keywords: the `LOSS_KEYWORDS` that this term takes from the batch.
-        is_divided: labels -> whether `num_items_in_batch` divides their sum; None if always.
-    """
-
-    labels: str
-    count: Callable[[Tensor, Batch], Tensor]
-    total: Callable[..., Tensor]
-    weight: float = 1.0
-    is_input: bool = False
-    epsilon: float = 0.0
-    is_sum: bool = False
+    labels: str  # batch key of the labels
+    count: Callable[[Tensor, Batch], Tensor]  # (labels, batch) -> number of values that the mean is over (0-d)
+    total: Callable[..., Tensor]  # (outputs, labels) -> sum of the values (0-d, differentiable)
+    weight: float = 1.0  # factor of this mean in the loss
+    is_input: bool = False  # whether the model's forward also reads the labels
+    epsilon: float = 0.0  # added to the global count
+    is_sum: bool = False  # whether the head sums the values instead of averaging them
+    # (labels, batch) -> labels in the form that `count` and `total` take; None if unchanged
     prepare: Callable[[Tensor, Batch], Tensor] | None = None
-    per_token: bool = False
-    keywords: tuple[str, ...] = ()
+    per_token: bool = False  # whether prepared labels are [batch, seq], each used only with the output of its own token
+    keywords: tuple[str, ...] = ()  # the `LOSS_KEYWORDS` that this term takes from the batch
+    # labels -> whether `num_items_in_batch` divides their sum; None if always
     is_divided: Callable[[Tensor], bool] | None = None
 
     def labels_of(self, batch: Batch) -> Tensor:

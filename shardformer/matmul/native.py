@@ -77,14 +77,10 @@ NATIVE = Native()
 
 
 class MatmulLayer:
-    """Base of the layers that compute x W^T + b by a kernel; a mixin of modules.
+    """Base of the layers that compute x W^T + b by a kernel; a mixin of modules."""
 
-    Attributes:
-        kernel: keeps the weight and computes the products.
-        weight_grad_store: defers the weight gradients of split backward passes; None if no pass is split.
-    """
-
-    kernel: LinearKernel = NATIVE
+    kernel: LinearKernel = NATIVE  # keeps the weight and computes the products
+    # defers the weight gradients of split backward passes; None if no pass is split
     weight_grad_store: WeightGradStore | None = None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -261,19 +257,13 @@ class Blocked(Native):
 
 @dataclass(frozen=True)
 class BlockedShard:
-    """The blocks of a linear layer's weight.
+    """The blocks of a linear layer's weight."""
 
-    Attributes:
-        slices: of each local block, along the sharded features of this rank's weight.
-        dim: the sharded dim of the weight as [out, in].
-        uses: for each local block, how many blocks before it read the same slices (key/value heads fewer than blocks).
-        transposed: the weight is stored [in, out].
-    """
-
-    slices: Sequence[Sequence[slice]]
-    dim: int
+    slices: Sequence[Sequence[slice]]  # of each local block, along the sharded features of this rank's weight
+    dim: int  # the sharded dim of the weight as [out, in]
+    # for each local block, how many blocks before it read the same slices (key/value heads fewer than blocks)
     uses: Sequence[int]
-    transposed: bool
+    transposed: bool  # the weight is stored [in, out]
 
     @staticmethod
     def of(blocks: Blocks, spec: ShardSpec, dim: int, transposed: bool) -> BlockedShard:

@@ -31,12 +31,9 @@ class QuantisedWeight(LinearKernel):
     A row-parallel layer is cut between inputs if partial products sum up to the whole product, which blocks that
     straddle ranks and inputs that are rounded by the values of all features rule out. Otherwise it is cut between
     outputs: the input features are gathered before the product and the output features after it.
-
-    Attributes:
-        name: the kind, as its library calls it.
     """
 
-    name: str
+    name: str  # the kind, as its library calls it
 
     @abstractmethod
     def unusable(self, module: nn.Module) -> str | None:

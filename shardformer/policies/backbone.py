@@ -338,19 +338,12 @@ class BackbonePolicy(Policy):
 
 @dataclass
 class _CallOfBackbone:
-    """A hook on a backbone whose layers are cut.
+    """A hook on a backbone whose layers are cut."""
 
-    Attributes:
-        path: of the backbone.
-        withheld: options that ask for what lies on several ranks.
-        ignored: inputs that only the first stage reads.
-        stage_input: what stages receive; None if the backbone is not cut into stages.
-    """
-
-    path: str
-    withheld: Sequence[str]
-    ignored: Sequence[str] = ()
-    stage_input: StageInput | None = None
+    path: str  # of the backbone
+    withheld: Sequence[str]  # options that ask for what lies on several ranks
+    ignored: Sequence[str] = ()  # inputs that only the first stage reads
+    stage_input: StageInput | None = None  # what stages receive; None if the backbone is not cut into stages
     pass_number: int = -1
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

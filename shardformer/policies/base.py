@@ -41,16 +41,11 @@ class Origin(Enum):
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """What a plan says about one part of a model.
+    """What a plan says about one part of a model."""
 
-    Attributes:
-        style: what is done to the part: a tensor-parallel style, or the class that replaces it.
-        options: further arguments of the style, where a user gives some.
-    """
-
-    style: str
+    style: str  # what is done to the part: a tensor-parallel style, or the class that replaces it
     origin: Origin
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the style, where a user gives some
 
 
 @dataclass

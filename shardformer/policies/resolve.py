@@ -22,14 +22,11 @@ from shardformer.shard_config import ShardConfig
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """How a model is cut under some options.
-
-    Attributes:
-        entries: part of the model -> its style, and who says so. A part is a path with `*` for numbers, or one below
-            the class of its module; parts that no entry names are whole on every rank.
-    """
+    """How a model is cut under some options."""
 
     origin: Origin
+    # part of the model -> its style, and who says so. A part is a path with `*` for numbers, or one below the class of
+    # its module; parts that no entry names are whole on every rank.
     entries: Mapping[str, PlanEntry]
 
     def __str__(self) -> str:

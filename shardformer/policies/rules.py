@@ -209,20 +209,14 @@ _COUNTS = ("num_heads", "part_size")  # options that are a `Count`
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a table.
+    """One entry of a table."""
 
-    Attributes:
-        method: method of `ShardingRules`; "own" for a method of the policy that changes a module, "local" for
-            attributes that a rank has its share of, "gathers" for `gathers_sequence`.
-        names: names of sub-modules or parameters, or of the policy's method.
-        options: further arguments; of "local", attribute -> `Count`.
-        when: whether the entry holds for a policy.
-    """
-
+    # method of `ShardingRules`; "own" for a method of the policy that changes a module, "local" for attributes that a
+    # rank has its share of, "gathers" for `gathers_sequence`
     method: str
-    names: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    when: Callable[[Policy], bool] | None = None
+    names: tuple[str, ...] = ()  # names of sub-modules or parameters, or of the policy's method
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments; of "local", attribute -> `Count`
+    when: Callable[[Policy], bool] | None = None  # whether the entry holds for a policy
 
     def add_to(self, description: ModulePolicyDescription, methods: ShardingRules, policy: Policy) -> None:
         """Add what the entry says about a module to its description."""
@@ -297,15 +291,12 @@ class TablePolicy(Policy):
     """Base class of the policies of families.
 
     A family of this package has the usual losses of its heads unless it sets `head_losses`.
-
-    Attributes:
-        table: class name of a module, with `{}` for the prefix -> entries about its parts.
-        head_fields: fields of the configuration that `tp_size` must divide.
     """
 
     origin = Origin.FAMILY
+    # class name of a module, with `{}` for the prefix -> entries about its parts
     table: ClassVar[Mapping[str, Sequence[Entry]]] = {}
-    head_fields: tuple[str, ...] = (HEADS,)
+    head_fields: tuple[str, ...] = (HEADS,)  # fields of the configuration that `tp_size` must divide
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

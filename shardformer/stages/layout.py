@@ -199,20 +199,14 @@ Place = tuple[nn.Module, str | int]
 
 @dataclass
 class VirtualStage:
-    """One stage of a rank.
+    """One stage of a rank."""
 
-    Attributes:
-        carried_inputs: names of the layer inputs that the stage receives.
-        keeps: (path, field) of the outputs of finished modules that the stage receives.
-        ignored_inputs: inputs of the model that the stage does not use.
-        is_last: whether the forward of the model returns here, and does not end at the next stage's first layer.
-        placeholders: place -> placeholder, in the order in which they are installed.
-    """
-
-    carried_inputs: Sequence[str] = ()
-    keeps: Sequence[tuple[str, str]] = ()
-    ignored_inputs: frozenset[str] = frozenset()
+    carried_inputs: Sequence[str] = ()  # names of the layer inputs that the stage receives
+    keeps: Sequence[tuple[str, str]] = ()  # (path, field) of the outputs of finished modules that the stage receives
+    ignored_inputs: frozenset[str] = frozenset()  # inputs of the model that the stage does not use
+    # whether the forward of the model returns here, and does not end at the next stage's first layer
     is_last: bool = True
+    # place -> placeholder, in the order in which they are installed
     placeholders: dict[Place, StagePlaceholder] = field(default_factory=dict)
 
 

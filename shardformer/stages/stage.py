@@ -67,17 +67,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PipelineStageManager:
-    """The pipeline stages of this rank.
+    """The pipeline stages of this rank."""
 
-    Attributes:
-        stage: index of this rank's stage, or of its first stage.
-        layers_per_stage: an explicit split of the layers; None for an even split.
-        further_stages: the other stages of this rank, if the schedule assigns several stages to a rank.
-    """
-
-    stage: int = 0
+    stage: int = 0  # index of this rank's stage, or of its first stage
     num_stages: int = 1
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: tuple[int, ...] | None = None  # an explicit split of the layers; None for an even split
+    # the other stages of this rank, if the schedule assigns several stages to a rank
     further_stages: tuple[int, ...] = ()
 
     @property

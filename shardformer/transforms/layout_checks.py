@@ -49,17 +49,12 @@ from shardformer.utils.module_paths import divisors_phrase
 
 @dataclass(frozen=True)
 class Replacement:
-    """A planned replacement of a module.
-
-    Attributes:
-        target: the class that replaces it.
-        arguments: further arguments of `from_native_module`.
-    """
+    """A planned replacement of a module."""
 
     path: str
     native: nn.Module
-    target: type[ParallelModule]
-    arguments: Mapping[str, Any]
+    target: type[ParallelModule]  # the class that replaces it
+    arguments: Mapping[str, Any]  # further arguments of `from_native_module`
 
     @property
     def cuts_outputs(self) -> bool:

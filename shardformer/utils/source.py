@@ -356,21 +356,16 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
 @dataclass(frozen=True)
 class Read:
-    """A place where a forward reads an attribute of its module, or calls it.
+    """A place where a forward reads an attribute of its module, or calls it."""
 
-    Attributes:
-        path: of the attribute in the model, as "bert.embeddings.word_embeddings.weight"; "" for the model itself, which
-            is handed to other code.
-        is_call: whether it is called.
-        arguments: names of the keyword arguments that are constants other than False and None.
-        repeats: whether it is in a loop.
-        arms: the conditions around it and their arms; places in different arms of one condition exclude each other.
-    """
-
+    # of the attribute in the model, as "bert.embeddings.word_embeddings.weight"; "" for the model itself, which is
+    # handed to other code
     path: str
-    is_call: bool = False
+    is_call: bool = False  # whether it is called
+    # names of the keyword arguments that are constants other than False and None
     arguments: frozenset[str] = frozenset()
-    repeats: bool = False
+    repeats: bool = False  # whether it is in a loop
+    # the conditions around it and their arms; places in different arms of one condition exclude each other
     arms: frozenset[tuple[int, bool]] = frozenset()
 
     def excludes(self, other: Read) -> bool:

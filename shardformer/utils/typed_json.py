@@ -73,17 +73,11 @@ def from_json(value: Any, apart: Sequence[Tensor] = ()) -> Any:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A type that JSON has not.
+    """A type that JSON has not."""
 
-    Attributes:
-        type: exactly this type, no subclass.
-        encode: value -> parts, to be encoded in turn.
-        decode: parts as `encode` returned them -> value.
-    """
-
-    type: type
-    encode: Callable[[Any], Any]
-    decode: Callable[[Any], Any]
+    type: type  # exactly this type, no subclass
+    encode: Callable[[Any], Any]  # value -> parts, to be encoded in turn
+    decode: Callable[[Any], Any]  # parts as `encode` returned them -> value
 
 
 def _encode(value: Any, path: str, parents: tuple[int, ...], apart: list[Tensor] | None) -> Any:

@@ -215,15 +215,11 @@ _STATE, _FILE, _FURTHER = "booster", "lightning.ckpt", "optimizer_{}"
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """Writes and reads checkpoints that open under any layout.
-
-    Attributes:
-        writes: whether this rank writes what all ranks have.
-    """
+    """Writes and reads checkpoints that open under any layout."""
 
     booster: Booster
     io: Any
-    writes: bool
+    writes: bool  # whether this rank writes what all ranks have
     barrier: Callable[[], None]
 
     def save(self, path: Any, model: nn.Module | None, optimizers: Sequence[Any], rest: dict[str, Any]) -> None:

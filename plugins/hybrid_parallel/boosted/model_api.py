@@ -154,13 +154,9 @@ _PARTS_OF_DDP = frozenset(
 
 
 class ModelApi(GuardedModel):
-    """A boosted model as other code sees it: with the attributes, names and sizes of the model that `boost` was given.
+    """A boosted model as other code sees it: with attributes, names and sizes of the model that `boost` was given."""
 
-    Attributes:
-        origin: what is known of the model that `boost` was given.
-    """
-
-    origin: WholeModel
+    origin: WholeModel  # what is known of the model that `boost` was given
 
     def __init__(self, module: nn.Module, mesh: HybridMesh) -> None:
         super().__init__(module, mesh)

@@ -270,21 +270,14 @@ Ints = tuple[int, ...]
 
 
 class _Move(NamedTuple):
-    """A part of a chunk that goes from one rank to another.
+    """A part of a chunk that goes from one rank to another."""
 
-    Attributes:
-        name: of the whole tensor.
-        chunk: offsets of the chunk in the whole tensor.
-        target: the rank that needs the part.
-        number: index among the parts that the target asks for.
-        start, sizes: position in the chunk, and shape.
-    """
-
-    name: str
-    chunk: Ints
-    target: int
-    number: int
+    name: str  # of the whole tensor
+    chunk: Ints  # offsets of the chunk in the whole tensor
+    target: int  # the rank that needs the part
+    number: int  # index among the parts that the target asks for
     source: int
+    # start, sizes: position in the chunk, and shape
     start: Ints
     sizes: Ints
     dtype: torch.dtype

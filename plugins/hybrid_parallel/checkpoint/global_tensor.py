@@ -38,16 +38,12 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A rectangle of the whole tensor that is on this rank.
+    """A rectangle of the whole tensor that is on this rank."""
 
-    Attributes:
-        offsets, sizes: position and shape in the whole tensor.
-        values: elements of the rectangle, of shape `sizes`; a view of the rank's own memory.
-    """
-
+    # offsets, sizes: position and shape in the whole tensor
     offsets: Sizes
     sizes: Sizes
-    values: Tensor
+    values: Tensor  # elements of the rectangle, of shape `sizes`; a view of the rank's own memory
 
     @property
     def chunk(self) -> ChunkStorageMetadata:

@@ -246,18 +246,12 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class Trial:
-    """Setup with which every layout is tried.
+    """Setup with which every layout is tried."""
 
-    Attributes:
-        build: builds a new copy of the model, on the meta device or with values.
-        optimizer: builds an optimizer of its parameters.
-        batches: plugin -> iterable of the batches of one replica.
-    """
-
-    build: Callable[[], nn.Module]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
+    build: Callable[[], nn.Module]  # builds a new copy of the model, on the meta device or with values
+    optimizer: Callable[[Any], torch.optim.Optimizer]  # builds an optimizer of its parameters
     criterion: Callable[[Any, Any], Any] | None
-    batches: Callable[[HybridParallelPlugin], Any]
+    batches: Callable[[HybridParallelPlugin], Any]  # plugin -> iterable of the batches of one replica
     steps: int
 
 
@@ -315,25 +309,20 @@ _logger = get_logger(__name__)
 
 @dataclass
 class AccelerateResult:
-    """Result of `auto_accelerate`.
+    """Result of `auto_accelerate`."""
 
-    Attributes:
-        model, optim, dataloader, lr_scheduler: the boosted objects; None for those that were not given.
-        loss_func: the user's loss, or None for the model's own.
-        prepare_input: `prepare_input(batch)` moves a batch to this rank's device.
-        booster, plugin: the booster and the plugin, for `execute_pipeline`, checkpoints and so on.
-        args: further results; if a layout was searched, "tried" lists the tried layouts with their "predicted" and
-            "measured" seconds.
-    """
-
+    # model, optim, dataloader, lr_scheduler: the boosted objects; None for those that were not given
     model: nn.Module
     optim: torch.optim.Optimizer | None
     dataloader: DataLoader | None
-    loss_func: Callable[[Any, Any], Any] | None
-    prepare_input: Callable[[Any], Any]
+    loss_func: Callable[[Any, Any], Any] | None  # the user's loss, or None for the model's own
+    prepare_input: Callable[[Any], Any]  # `prepare_input(batch)` moves a batch to this rank's device
     lr_scheduler: Any
+    # booster, plugin: the booster and the plugin, for `execute_pipeline`, checkpoints and so on
     booster: Booster
     plugin: HybridParallelPlugin
+    # further results; if a layout was searched, "tried" lists the tried layouts with their "predicted" and "measured"
+    # seconds
     args: dict[str, Any] = field(default_factory=dict)
 
     def train_step(self, batches: Iterator[Any]) -> Tensor:

@@ -54,45 +54,32 @@ LOADER_OPTIONS = (
 
 @dataclass(frozen=True)
 class ReplicaShare:
-    """What a loader of one replica's shares must know besides the options of torch's loader.
+    """What a loader of one replica's shares must know besides the options of torch's loader."""
 
-    Attributes:
-        batch_size: samples of a batch of this replica; None if it is unknown.
-        rank, world_size: position on the data-parallel axis; the rank seeds the random draws of samples together with
-            the base seed.
-        order: random stream of the sample order if the user gave no generator.
-        draws_from: generator of the user's loader, for base seeds; None to use `order`.
-        collate: collate function, which also checks for random draws.
-    """
-
-    batch_size: int | None
+    batch_size: int | None  # samples of a batch of this replica; None if it is unknown
+    # rank, world_size: position on the data-parallel axis; the rank seeds the random draws of samples together with the
+    # base seed
     rank: int
     world_size: int
-    order: OrderStream
-    draws_from: torch.Generator | None
-    collate: ReplicaCollate
+    order: OrderStream  # random stream of the sample order if the user gave no generator
+    draws_from: torch.Generator | None  # generator of the user's loader, for base seeds; None to use `order`
+    collate: ReplicaCollate  # collate function, which also checks for random draws
 
 
 @dataclass
 class _Place:
-    """Where an iteration of a loader is, and what it takes to begin it again.
-
-    Attributes:
-        position: batches that were handed out, including those of a previous run.
-        first: number of the first batch that the dataset yields; earlier ones of a previous run are not loaded again.
-        order: state of the order of samples before this epoch was drawn; None before it has begun.
-        order_to_come: state of the order to set once the draws of `position` batches are repeated.
-        base_seed: base seed that the epoch took over from persistent workers; None if it drew one.
-        has_ended: whether the iteration has found the end.
-    """
+    """Where an iteration of a loader is, and what it takes to begin it again."""
 
     epoch: int = 0
-    position: int = 0
+    position: int = 0  # batches that were handed out, including those of a previous run
+    # number of the first batch that the dataset yields; earlier ones of a previous run are not loaded again
     first: int = 0
+    # state of the order of samples before this epoch was drawn; None before it has begun
     order: dict[str, Any] | None = None
+    # state of the order to set once the draws of `position` batches are repeated
     order_to_come: dict[str, Any] | None = None
-    base_seed: int | None = None
-    has_ended: bool = False
+    base_seed: int | None = None  # base seed that the epoch took over from persistent workers; None if it drew one
+    has_ended: bool = False  # whether the iteration has found the end
 
 
 class ShardedDataLoader(DataLoaderShard):

@@ -36,22 +36,16 @@ EP, EXPERT_REPLICAS = "ep", "ep_replicas"
 
 @dataclass(frozen=True)
 class HybridMesh:
-    """This rank's position in the grid, and its process groups.
+    """This rank's position in the grid, and its process groups."""
 
-    Attributes:
-        device_mesh: torch's mesh with the four axes.
-        stage_ranks: global ranks of the pipeline that this rank is part of, first stage first.
-        axis_groups: the groups of the axes; of `dp_cp`, which combines both axes; of `ep` and `ep_replicas`, which are
-            its rows and columns; and of `ep_tp`, which is `ep` with its tensor-parallel ranks.
-        replica_group: all ranks with this tensor-parallel coordinate, over which a step's loss is summed.
-        later_groups: the groups that `link_group` and `tied_group` create for this grid.
-    """
-
-    device_mesh: DeviceMesh
+    device_mesh: DeviceMesh  # torch's mesh with the four axes
     device: torch.device
-    stage_ranks: tuple[int, ...]
-    replica_group: ProcessGroup
+    stage_ranks: tuple[int, ...]  # global ranks of the pipeline that this rank is part of, first stage first
+    replica_group: ProcessGroup  # all ranks with this tensor-parallel coordinate, over which a step's loss is summed
+    # the groups of the axes; of `dp_cp`, which combines both axes; of `ep` and `ep_replicas`, which are its rows and
+    # columns; and of `ep_tp`, which is `ep` with its tensor-parallel ranks
     axis_groups: Mapping[str, ProcessGroup]
+    # the groups that `link_group` and `tied_group` create for this grid
     later_groups: ProcessGroups = field(default_factory=ProcessGroups, repr=False, compare=False)
 
     def group(self, axis: str) -> ProcessGroup:

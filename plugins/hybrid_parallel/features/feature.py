@@ -34,25 +34,17 @@ if TYPE_CHECKING:  # they are made of features
 
 @dataclass
 class Parts:
-    """What a boosted model and its optimizers are made of; a feature may replace each.
+    """What a boosted model and its optimizers are made of; a feature may replace each."""
 
-    Attributes:
-        module: this rank's shard of the model, on its device, in the dtypes of training.
-        seed: of the random streams on this rank.
-        stream: the random stream of replicated regions; None for torch's own.
-        units: cuts batches into passes of a constant number of samples; None for micro-batches.
-        bucket, reducer: classes that hold and reduce gradients.
-        storage: where optimizer states and shards of parameters are.
-    """
-
-    module: nn.Module
+    module: nn.Module  # this rank's shard of the model, on its device, in the dtypes of training
     mesh: HybridMesh
-    seed: int
-    stream: SharedStream | None
-    units: Any = None
+    seed: int  # of the random streams on this rank
+    stream: SharedStream | None  # the random stream of replicated regions; None for torch's own
+    units: Any = None  # cuts batches into passes of a constant number of samples; None for micro-batches
+    # bucket, reducer: classes that hold and reduce gradients
     bucket: type[Bucket] = Bucket
     reducer: type[GradientReducer] = GradientReducer
-    storage: Storage = Storage()
+    storage: Storage = Storage()  # where optimizer states and shards of parameters are
 
 
 class Feature:

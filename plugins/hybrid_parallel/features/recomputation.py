@@ -76,12 +76,9 @@ _NOT_OF_TOKENS = ("MultiheadAttention", "Softmax", "BatchNorm", "GroupNorm", "In
 
 
 class TiledFeedForward(nn.Module):
-    """Methods of a feed-forward that runs in tiles, hooks included: in its own, ranks gather the tokens of a sequence.
+    """Methods of a feed-forward that runs in tiles, hooks included: in theirs, ranks gather a sequence."""
 
-    Attributes:
-        region: the sequence-parallel region whose tokens its hooks gather; None if it has whole sequences.
-    """
-
+    # the sequence-parallel region whose tokens its hooks gather; None if it has whole sequences
     region: SequenceParallel | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:

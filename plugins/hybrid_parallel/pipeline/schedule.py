@@ -58,24 +58,17 @@ Passes = Iterator[tuple[Kind, int, int]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order in which the ranks of a pipeline run their passes.
+    """Order in which the ranks of a pipeline run their passes."""
 
-    Attributes:
-        passes: yields the passes of one rank, for `least` micro-batches or more.
-        chunks: number of stages per rank; None if the user chooses it.
-        least_chunks: smallest number of chunks that may be chosen.
-        in_v: whether the second chunk of a rank is as far from the end as the first is from the beginning, so that the
-            first rank holds the first and the last stage; otherwise stages are assigned to ranks in turn.
-        splits_backward: whether backward passes may be split into two halves.
-        least: number of ranks -> smallest number of micro-batches that the order is made for; with fewer, the missing
-            ones are left out of it.
-    """
-
-    passes: Callable[[int, int, int, int], Passes]
-    chunks: int | None = 1
-    least_chunks: int = 1
+    passes: Callable[[int, int, int, int], Passes]  # yields the passes of one rank, for `least` micro-batches or more
+    chunks: int | None = 1  # number of stages per rank; None if the user chooses it
+    least_chunks: int = 1  # smallest number of chunks that may be chosen
+    # whether the second chunk of a rank is as far from the end as the first is from the beginning, so that the first
+    # rank holds the first and the last stage; otherwise stages are assigned to ranks in turn
     in_v: bool = False
-    splits_backward: bool = False
+    splits_backward: bool = False  # whether backward passes may be split into two halves
+    # number of ranks -> smallest number of micro-batches that the order is made for; with fewer, the missing ones are
+    # left out of it
     least: Callable[[int], int] = lambda num_ranks: 1
 
     def stages_of(self, rank: int, num_ranks: int, num_chunks: int) -> list[int]:

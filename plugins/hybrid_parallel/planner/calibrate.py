@@ -64,20 +64,14 @@ class LinkMeasurement:
 
 @dataclass(frozen=True)
 class _Operation:
-    """Operation to be measured.
+    """Operation to be measured."""
 
-    Attributes:
-        name, steps: see `CollectiveMeasurement`.
-        sent: fraction of the buffer that a rank sends.
-        run: runs the operation `times` times.
-        times: number of operations in one call of `run`.
-    """
-
+    # name, steps: see `CollectiveMeasurement`
     name: str
     steps: int
-    sent: float
-    run: Callable[[], Any]
-    times: int = 1
+    sent: float  # fraction of the buffer that a rank sends
+    run: Callable[[], Any]  # runs the operation `times` times
+    times: int = 1  # number of operations in one call of `run`
 
 
 def measure_axis(
@@ -286,13 +280,10 @@ _MATMUL_SIZES = (128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements of this machine.
-
-    Attributes:
-        parts: case -> the times of the model's parts; cases in which the model cannot be sharded are left out.
-    """
+    """Measurements of this machine."""
 
     device: Device
+    # case -> the times of the model's parts; cases in which the model cannot be sharded are left out
     parts: Mapping[Case, MeasuredParts]
 
 

@@ -25,22 +25,16 @@ _PEAKS = ("forward_peak", "backward_peak")
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of one rank, in bytes.
+    """Peak memory of one rank, in bytes."""
 
-    Attributes:
-        parameters, gradients, optimizer: persistent memory; `optimizer` counts states and fp32 master weights.
-        activations: the peak of the activations saved for backward passes.
-        gathered: parameters that are gathered at once under ZeRO stage 3.
-        temporary: additional memory of the pass, or the update, that needs the most.
-        host: bytes that the rank keeps in the memory of the machine or in a file instead; not part of the sum.
-    """
-
+    # parameters, gradients, optimizer: persistent memory; `optimizer` counts states and fp32 master weights
     parameters: float
     gradients: float
     optimizer: float
-    activations: float
-    temporary: float
-    gathered: float = 0.0
+    activations: float  # the peak of the activations saved for backward passes
+    temporary: float  # additional memory of the pass, or the update, that needs the most
+    gathered: float = 0.0  # parameters that are gathered at once under ZeRO stage 3
+    # bytes that the rank keeps in the memory of the machine or in a file instead; not part of the sum
     host: float = 0.0
 
     @property
@@ -79,26 +73,18 @@ class TooLarge(ConfigurationError):
 
 @dataclass(frozen=True)
 class Seconds:
-    """Breakdown of the time of a step, for the busiest rank of the pipeline.
+    """Breakdown of the time of a step, for the busiest rank of the pipeline."""
 
-    Attributes:
-        compute: seconds of the forward and backward passes.
-        comm: seconds of the tensor-parallel collectives, which do not overlap with computation.
-        bubble: idle seconds in the pipeline.
-        reduction: seconds of the reduction of gradients and the all-gather of parameters over replicas that do not
-            overlap with a backward pass.
-        optimizer: seconds of the update.
-        gathers: seconds of the all-gathers of parameters before passes (ZeRO stage 3) that do not overlap with them.
-        offload: seconds of copies to and from the memory of the machine, or a file, that do not overlap.
-    """
-
-    compute: float
-    comm: float
-    bubble: float
+    compute: float  # seconds of the forward and backward passes
+    comm: float  # seconds of the tensor-parallel collectives, which do not overlap with computation
+    bubble: float  # idle seconds in the pipeline
+    # seconds of the reduction of gradients and the all-gather of parameters over replicas that do not overlap with a
+    # backward pass
     reduction: float
-    optimizer: float
+    optimizer: float  # seconds of the update
+    # seconds of the all-gathers of parameters before passes (ZeRO stage 3) that do not overlap with them
     gathers: float = 0.0
-    offload: float = 0.0
+    offload: float = 0.0  # seconds of copies to and from the memory of the machine, or a file, that do not overlap
 
     @property
     def parts(self) -> dict[str, float]:

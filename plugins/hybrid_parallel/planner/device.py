@@ -36,45 +36,28 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """Device and the links around it.
+    """Device and the links around it."""
 
-    Attributes:
-        name: name of the preset, or "this-machine".
-        memory: bytes that a rank may use.
-        flops: precision -> dense peak FLOP/s by the vendor's specification.
-        matmul_efficiency: fraction of the peak that large matmuls reach.
-        bandwidth: bytes per second that elementwise operators reach.
-        inside: link between the devices of a node.
-        between: link between nodes.
-        matmul_half: FLOPs of a matmul that reaches half of that fraction; smaller ones utilize the device less.
-        attention_efficiency: fraction of the peak that fused attention reaches.
-        elementwise: fraction of the memory traffic of elementwise operators that remains: 1 for the unfused operators
-            of transformers, less if they are fused.
-        operator: minimum seconds of an operator launched from Python.
-        optimizer_bytes: bytes that an optimizer step moves per updated parameter element.
-        overlap: fraction of a pass that collectives over replicas and copies to the host can overlap with.
-        host_link: bytes per second between the device and the memory of its machine, in one direction.
-        host_bandwidth: bytes per second of the memory of the machine, for each device.
-        disk: bytes per second of a directory, for each device.
-    """
-
-    name: str
-    memory: float
-    flops: Mapping[str, float]
-    matmul_efficiency: float
-    bandwidth: float
-    inside: Link
-    between: Link
+    name: str  # name of the preset, or "this-machine"
+    memory: float  # bytes that a rank may use
+    flops: Mapping[str, float]  # precision -> dense peak FLOP/s by the vendor's specification
+    matmul_efficiency: float  # fraction of the peak that large matmuls reach
+    bandwidth: float  # bytes per second that elementwise operators reach
+    inside: Link  # link between the devices of a node
+    between: Link  # link between nodes
     node_size: int = 8
+    # FLOPs of a matmul that reaches half of that fraction; smaller ones utilize the device less
     matmul_half: float = 2e9
-    attention_efficiency: float = 0.5
+    attention_efficiency: float = 0.5  # fraction of the peak that fused attention reaches
+    # fraction of the memory traffic of elementwise operators that remains: 1 for the unfused operators of transformers,
+    # less if they are fused
     elementwise: float = 1.0
-    operator: float = 6e-6
-    optimizer_bytes: float = 40.0
-    overlap: float = 0.7
-    host_link: float = 0.8 * 32e9
-    host_bandwidth: float = 25e9
-    disk: float = 1.6e9
+    operator: float = 6e-6  # minimum seconds of an operator launched from Python
+    optimizer_bytes: float = 40.0  # bytes that an optimizer step moves per updated parameter element
+    overlap: float = 0.7  # fraction of a pass that collectives over replicas and copies to the host can overlap with
+    host_link: float = 0.8 * 32e9  # bytes per second between the device and the memory of its machine, in one direction
+    host_bandwidth: float = 25e9  # bytes per second of the memory of the machine, for each device
+    disk: float = 1.6e9  # bytes per second of a directory, for each device
 
     def place_bandwidth(self, place: str | None) -> float:
         """Return the bytes per second between the device and a place of offload: "cpu", or a directory."""

@@ -14,42 +14,30 @@ from shardformer.shard_spec import EXPERTS, TENSOR
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel layout of a training job.
+    """Parallel layout of a training job."""
 
-    Attributes:
-        dp_size, tp_size, pp_size, cp_size: number of ranks on each axis.
-        ep_size: number of neighbouring replicas that share the experts.
-        sequence: whether activations are sharded along the sequence over the tensor-parallel ranks.
-        pp_style, num_chunks: pipeline schedule, and number of stages per rank.
-        rows: samples of a micro-batch.
-        num_microbatches: micro-batches of a step, for each replica.
-        recomputation: value of the option `gradient_checkpointing`.
-        zero_stage: 0 to 3.
-        zero_size: ranks that share the optimizer states; None for all that hold the same parameters.
-        offload_optimizer, offload_parameters, offload_activations: None, "cpu" or a directory, where these are between
-            their uses.
-        precision: precision of parameters and activations.
-        kernels: further switches of the plugin.
-    """
-
+    # dp_size, tp_size, pp_size, cp_size: number of ranks on each axis
     dp_size: int
     tp_size: int
     pp_size: int
     cp_size: int = 1
-    ep_size: int = 1
-    sequence: bool = False
+    ep_size: int = 1  # number of neighbouring replicas that share the experts
+    sequence: bool = False  # whether activations are sharded along the sequence over the tensor-parallel ranks
+    # pp_style, num_chunks: pipeline schedule, and number of stages per rank
     pp_style: str = "1f1b"
     num_chunks: int = 1
-    rows: int = 1
-    num_microbatches: int = 1
-    recomputation: str | float | None = None
-    zero_stage: int = 1
-    zero_size: int | None = None
+    rows: int = 1  # samples of a micro-batch
+    num_microbatches: int = 1  # micro-batches of a step, for each replica
+    recomputation: str | float | None = None  # value of the option `gradient_checkpointing`
+    zero_stage: int = 1  # 0 to 3
+    zero_size: int | None = None  # ranks that share the optimizer states; None for all that hold the same parameters
+    # offload_optimizer, offload_parameters, offload_activations: None, "cpu" or a directory, where these are between
+    # their uses
     offload_optimizer: str | None = None
     offload_parameters: str | None = None
     offload_activations: str | None = None
-    precision: str = "bf16"
-    kernels: tuple[str, ...] = ()
+    precision: str = "bf16"  # precision of parameters and activations
+    kernels: tuple[str, ...] = ()  # further switches of the plugin
 
     @property
     def world_size(self) -> int:

@@ -48,38 +48,27 @@ class Operator:
 
 @dataclass
 class PassRecord:
-    """Recorded pass of a part, in one direction.
-
-    Attributes:
-        collectives: pairs (kind, bytes of the whole buffer).
-        peak: peak bytes above those alive at the start (for a forward pass: at the start or the end, the larger one).
-    """
+    """Recorded pass of a part, in one direction."""
 
     operators: list[Operator] = field(default_factory=list)
-    collectives: list[tuple[str, float]] = field(default_factory=list)
+    collectives: list[tuple[str, float]] = field(default_factory=list)  # pairs (kind, bytes of the whole buffer)
+    # peak bytes above those alive at the start (for a forward pass: at the start or the end, the larger one)
     peak: float = 0.0
 
 
 @dataclass
 class PartRecord:
-    """Recorded part of a model.
-
-    Attributes:
-        saved: bytes that its forward pass saves for the backward pass.
-        results: bytes of the results that recomputation by operators saves.
-        deferred: bytes of the inputs of its products with weights, and of the gradients of their outputs, which the
-            first half of a split backward pass leaves to the second.
-        output: bytes of the hidden state that it returns.
-        routed: bytes of the tokens of all choices of experts.
-    """
+    """Recorded part of a model."""
 
     forward: PassRecord = field(default_factory=PassRecord)
     backward: PassRecord = field(default_factory=PassRecord)
-    saved: float = 0.0
-    results: float = 0.0
+    saved: float = 0.0  # bytes that its forward pass saves for the backward pass
+    results: float = 0.0  # bytes of the results that recomputation by operators saves
+    # bytes of the inputs of its products with weights, and of the gradients of their outputs, which the first half of a
+    # split backward pass leaves to the second
     deferred: float = 0.0
-    output: float = 0.0
-    routed: float = 0.0
+    output: float = 0.0  # bytes of the hidden state that it returns
+    routed: float = 0.0  # bytes of the tokens of all choices of experts
 
 
 # Limit for a forward and a backward pass together; a model that processes tokens one by one would take hours.

@@ -48,35 +48,25 @@ _SHORT = 8, 16  # sample lengths in tokens at which any model is profiled within
 
 @dataclass(frozen=True)
 class PartCost:
-    """Cost of one part, for one micro-batch size.
+    """Cost of one part, for one micro-batch size."""
 
-    Attributes:
-        forward, backward: seconds of computation.
-        weights: seconds of the backward pass spent on weight gradients of matrices, which can be deferred.
-        forward_talk, backward_talk: seconds of collectives over the tensor-parallel ranks.
-        flops: FLOPs of the forward pass.
-        routed: bytes of the tokens of all choices of experts.
-        saved: bytes saved for the backward pass.
-        again, again_talk: the part of `forward` and `forward_talk` that recomputation by operators repeats.
-        results: bytes that it saves besides the input.
-        deferred: bytes that the first half of a split backward pass leaves to the second.
-        output: bytes of the hidden state that the part returns.
-        forward_peak, backward_peak: additional bytes while the part runs.
-    """
-
+    # forward, backward: seconds of computation
     forward: float = 0.0
     backward: float = 0.0
-    weights: float = 0.0
+    weights: float = 0.0  # seconds of the backward pass spent on weight gradients of matrices, which can be deferred
+    # forward_talk, backward_talk: seconds of collectives over the tensor-parallel ranks
     forward_talk: float = 0.0
     backward_talk: float = 0.0
-    flops: float = 0.0
-    routed: float = 0.0
-    saved: float = 0.0
+    flops: float = 0.0  # FLOPs of the forward pass
+    routed: float = 0.0  # bytes of the tokens of all choices of experts
+    saved: float = 0.0  # bytes saved for the backward pass
+    # again, again_talk: the part of `forward` and `forward_talk` that recomputation by operators repeats
     again: float = 0.0
     again_talk: float = 0.0
-    results: float = 0.0
-    deferred: float = 0.0
-    output: float = 0.0
+    results: float = 0.0  # bytes that it saves besides the input
+    deferred: float = 0.0  # bytes that the first half of a split backward pass leaves to the second
+    output: float = 0.0  # bytes of the hidden state that the part returns
+    # forward_peak, backward_peak: additional bytes while the part runs
     forward_peak: float = 0.0
     backward_peak: float = 0.0
 

@@ -34,16 +34,12 @@ _SIMPLE = (int, float, str, bool, tuple, type(None))
 
 @dataclass(frozen=True)
 class LayerList:
-    """List of layers of the whole model.
+    """List of layers of the whole model."""
 
-    Attributes:
-        paths: module paths of the list in the whole model. If the sublayers of each layer are in lists of their own,
-            the paths of those lists follow.
-        kinds: the kind of each layer; the pruned model keeps one layer of each kind, at index `kind`.
-    """
-
+    # module paths of the list in the whole model. If the sublayers of each layer are in lists of their own, the paths
+    # of those lists follow.
     paths: tuple[str, ...]
-    kinds: tuple[int, ...]
+    kinds: tuple[int, ...]  # the kind of each layer; the pruned model keeps one layer of each kind, at index `kind`
 
     @property
     def firsts(self) -> list[int]:
@@ -310,17 +306,12 @@ def _positions(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of several documents each.
+    """Rows of several documents each."""
 
-    Attributes:
-        document: mean number of tokens of a document, weighted by tokens; a row is one sample.
-        length: tokens of a row.
-        is_varlen: whether attention computes the pairs of tokens of one document alone, as flash-attn does. All other
-            kernels compute all pairs of a row under a mask.
-    """
-
-    document: float
-    length: int
+    document: float  # mean number of tokens of a document, weighted by tokens; a row is one sample
+    length: int  # tokens of a row
+    # whether attention computes the pairs of tokens of one document alone, as flash-attn does. All other kernels
+    # compute all pairs of a row under a mask.
     is_varlen: bool
 
     @property
@@ -356,15 +347,10 @@ _CODES, _NESTED_CODES = 16 * 4, 256 * 4  # bytes of the tables of values, fp32
 
 @dataclass(frozen=True)
 class QuantisedBase:
-    """How the linear layers of a frozen base are stored.
+    """How the linear layers of a frozen base are stored."""
 
-    Attributes:
-        kind: "nf4", "nf4-double" (scales in 8 bit too) or "int8".
-        skipped: parts of the paths of modules that stay as they are; None for the head and what is tied, as in
-            transformers.
-    """
-
-    kind: str
+    kind: str  # "nf4", "nf4-double" (scales in 8 bit too) or "int8"
+    # parts of the paths of modules that stay as they are; None for the head and what is tied, as in transformers
     skipped: tuple[str, ...] | None = None
 
     def names(self, model: nn.Module) -> frozenset[str]:

@@ -264,21 +264,15 @@ _STATES, _STEP_BYTES = 2, 4
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes that one rank holds between two training steps.
+    """Bytes that one rank holds between two training steps."""
 
-    Attributes:
-        parameters: parameters in the training dtype: flat buffers of the trained ones, plus the frozen ones; under ZeRO
-            stage 3 the shards of those that are gathered.
-        masters: fp32 master weights of 16-bit parameters.
-        gradients: accumulated and reduced gradients.
-        buffers: buffers of the model.
-    """
-
+    # parameters in the training dtype: flat buffers of the trained ones, plus the frozen ones; under ZeRO stage 3 the
+    # shards of those that are gathered
     parameters: int
-    masters: int
-    gradients: int
+    masters: int  # fp32 master weights of 16-bit parameters
+    gradients: int  # accumulated and reduced gradients
     states: int
-    buffers: int
+    buffers: int  # buffers of the model
 
     @property
     def total(self) -> int:

@@ -29,25 +29,18 @@ from shardformer.utils.module_paths import alias_groups
 
 @dataclass(frozen=True)
 class StageParts:
-    """Parts and parameters of one stage.
+    """Parts and parameters of one stage."""
 
-    Attributes:
-        layers: the layers that it runs, in order.
-        gaps: the other parts that it runs: those before, between and after the lists of layers.
-        names: the parameters that it holds, in the model's order, by their names in the skeleton.
-        tied: index in `names` -> (index among the parameters that several stages hold, those stages).
-        owners: for each parameter, the number of the module whose passes gather it under ZeRO stage 3.
-        repeated: indices in `names` of the parameters that several modules of the model hold.
-        shape: an ID that stages with the same parameters share.
-    """
-
-    layers: tuple[Part, ...]
-    gaps: tuple[Part, ...]
-    names: tuple[str, ...]
+    layers: tuple[Part, ...]  # the layers that it runs, in order
+    gaps: tuple[Part, ...]  # the other parts that it runs: those before, between and after the lists of layers
+    names: tuple[str, ...]  # the parameters that it holds, in the model's order, by their names in the skeleton
+    # index in `names` -> (index among the parameters that several stages hold, those stages)
     tied: dict[int, tuple[int, tuple[int, ...]]]
+    # for each parameter, the number of the module whose passes gather it under ZeRO stage 3
     owners: tuple[int, ...] = ()
+    # indices in `names` of the parameters that several modules of the model hold
     repeated: frozenset[int] = frozenset()
-    shape: int = 0
+    shape: int = 0  # an ID that stages with the same parameters share
 
     @property
     def parts(self) -> Counter[Part]:

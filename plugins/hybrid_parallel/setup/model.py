@@ -38,18 +38,14 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The sharded model, and what its optimizers need to know.
-
-    Attributes:
-        initial: sources of the full-precision values of parameters that were cast to a lower precision, and of those
-            that have no values yet.
-        loss_scale: the loss scale that all of its optimizers share.
-    """
+    """The sharded model, and what its optimizers need to know."""
 
     model: HybridParallelModel
     parts: Parts
+    # sources of the full-precision values of parameters that were cast to a lower precision, and of those that have no
+    # values yet
     initial: dict[nn.Parameter, Source]
-    loss_scale: LossScale
+    loss_scale: LossScale  # the loss scale that all of its optimizers share
     features: Sequence[Feature] = ()
 
 

@@ -58,16 +58,12 @@ class PassKind(Enum):
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass through a model, in one or several micro-batches.
-
-    Attributes:
-        batch: the arguments of the model's forward, on the device; None if they are not known.
-        has_rows: whether this replica has samples; a pass on placeholders has none.
-    """
+    """A pass through a model, in one or several micro-batches."""
 
     kind: PassKind
+    # the arguments of the model's forward, on the device; None if they are not known
     batch: Mapping[str, Any] | None = None
-    has_rows: bool = True
+    has_rows: bool = True  # whether this replica has samples; a pass on placeholders has none
 
     @property
     def trains(self) -> bool:
@@ -139,19 +135,14 @@ def _agree_on_media(model: HybridParallelModel, inputs: Sequence[Mapping[str, An
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """A batch in parts.
+    """A batch in parts."""
 
-    Attributes:
-        own: the micro-batches of this replica, with labels; empty if its share of the batch is empty.
-        microbatches: the same, and placeholders, because other ranks wait for this one at the experts.
-        lengths: tokens of each micro-batch, if they are parts of one row; otherwise None.
-        rows: samples of this replica; 1 if nothing counts them.
-    """
-
+    # the micro-batches of this replica, with labels; empty if its share of the batch is empty
     own: list[dict[str, Any]]
+    # the same, and placeholders, because other ranks wait for this one at the experts
     microbatches: list[dict[str, Any]]
-    lengths: tuple[int, ...] | None
-    rows: int
+    lengths: tuple[int, ...] | None  # tokens of each micro-batch, if they are parts of one row; otherwise None
+    rows: int  # samples of this replica; 1 if nothing counts them
 
 
 @dataclass(frozen=True)

@@ -52,16 +52,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a comparison.
+    """Result of a comparison."""
 
-    Attributes:
-        worst: the largest difference of the losses, of the first gradients and of the last weights.
-        first: the first difference; None if the trainings are equal.
-        untrained: parameters that get no gradient in the unsharded training, and are not compared.
-    """
-
+    # the largest difference of the losses, of the first gradients and of the last weights
     worst: list[Worst] = field(default_factory=list)
-    first: Difference | None = None
+    first: Difference | None = None  # the first difference; None if the trainings are equal
+    # parameters that get no gradient in the unsharded training, and are not compared
     untrained: list[str] = field(default_factory=list)
 
 

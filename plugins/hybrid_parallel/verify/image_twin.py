@@ -32,14 +32,10 @@ Images = Callable[[Any, int, torch.Generator], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class ImageTwin(TinyModel):
-    """Tiny model each of whose samples begins with an image.
+    """Tiny model each of whose samples begins with an image."""
 
-    Attributes:
-        style: name of the form in which the class takes images, one of `STYLES`.
-        in_some: whether the first half of the samples has none, and the last one two, where a sample may have several.
-    """
-
-    style: str = "pictures"
+    style: str = "pictures"  # name of the form in which the class takes images, one of `STYLES`
+    # whether the first half of the samples has none, and the last one two, where a sample may have several
     in_some: bool = False
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:

@@ -71,16 +71,11 @@ _NO_CONFIG = "its class does not make it of a configuration"
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """What is checked.
+    """What is checked."""
 
-    Attributes:
-        model: the user's model, which may be without values; it is not changed.
-        criterion: the user's loss; None for the model's own.
-        batch: returns the first samples of the user's batch; None if there is none.
-    """
-
-    model: nn.Module
-    criterion: Criterion | None = None
+    model: nn.Module  # the user's model, which may be without values; it is not changed
+    criterion: Criterion | None = None  # the user's loss; None for the model's own
+    # returns the first samples of the user's batch; None if there is none
     batch: Callable[[], Mapping[str, Any]] | None = None
 
 

@@ -252,15 +252,11 @@ def _trains(case: VerifyCase, plan: ProposedPlan, plain: Trace, tolerance: Toler
 
 @dataclass(frozen=True)
 class ShareCut:
-    """Shares between 0 (every rank has all of it) and 1 (the ranks divide all of it).
+    """Shares between 0 (every rank has all of it) and 1 (the ranks divide all of it)."""
 
-    Attributes:
-        parameters: share of the elements of all parameters that are sharded.
-        flops: share of the FLOPs of matrix products and attention in a forward pass that the ranks divide; None if the
-            sharded model does not run without real communication.
-    """
-
-    parameters: float
+    parameters: float  # share of the elements of all parameters that are sharded
+    # share of the FLOPs of matrix products and attention in a forward pass that the ranks divide; None if the sharded
+    # model does not run without real communication
     flops: float | None
 
     def __str__(self) -> str:

@@ -153,19 +153,14 @@ _NOT_OF_A_TWIN = frozenset(
 
 @dataclass(frozen=True)
 class TwinSizes:
-    """Sizes of a tiny model.
+    """Sizes of a tiny model."""
 
-    Attributes:
-        layers: minimum number of layers of each tower.
-        heads: number of attention heads.
-        kv_heads: number of key and value heads; None to keep the model's ratio of heads to key and value heads.
-        is_faithful: keep the parts that the model has (windows, experts, kinds of layers) and the other settings of its
-            configuration; False takes every size from the table.
-    """
-
-    layers: int = 4
-    heads: int = 4
+    layers: int = 4  # minimum number of layers of each tower
+    heads: int = 4  # number of attention heads
+    # number of key and value heads; None to keep the model's ratio of heads to key and value heads
     kv_heads: int | None = None
+    # keep the parts that the model has (windows, experts, kinds of layers) and the other settings of its configuration;
+    # False takes every size from the table
     is_faithful: bool = True
 
     @staticmethod
@@ -184,22 +179,16 @@ class TwinSizes:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Tiny model of the class of a model, of which every process builds an identical copy.
+    """Tiny model of the class of a model, of which every process builds an identical copy."""
 
-    Attributes:
-        module, name: module and name of the model's class.
-        config: the small configuration.
-        dtype: dtype of the weights.
-        most_parameters: largest size; None for any, as some families have layers of a fixed size.
-        has_labels: whether its batches have labels.
-    """
-
+    # module, name: module and name of the model's class
     module: str
     name: str
-    config: Any
-    dtype: torch.dtype = torch.float64
+    config: Any  # the small configuration
+    dtype: torch.dtype = torch.float64  # dtype of the weights
+    # largest size; None for any, as some families have layers of a fixed size
     most_parameters: int | None = _MOST_PARAMETERS
-    has_labels: bool = True
+    has_labels: bool = True  # whether its batches have labels
 
     def build(self) -> nn.Module:
         """Build the model in training mode, without dropout."""

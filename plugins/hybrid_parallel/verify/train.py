@@ -50,25 +50,18 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class VerifyCase:
-    """Setup of both trainings.
+    """Setup of both trainings."""
 
-    Attributes:
-        tiny_model: the model to train: a tiny model or a user's own model.
-        rows: samples of the global batch.
-        steps: number of optimizer steps (plain SGD).
-        criterion: (outputs, batch) -> mean over the samples, or (sum, count); None for the model's own loss.
-        draws_alike: seed the generator of random numbers before each step. Both trainings draw the same numbers if
-            only the loss draws any, and the batch has one part.
-        record: makes the recorder of outputs of a model.
-    """
-
-    tiny_model: Subject
-    rows: int
-    steps: int
+    tiny_model: Subject  # the model to train: a tiny model or a user's own model
+    rows: int  # samples of the global batch
+    steps: int  # number of optimizer steps (plain SGD)
     options: dict[str, Any]
+    # (outputs, batch) -> mean over the samples, or (sum, count); None for the model's own loss
     criterion: Criterion | None = None
+    # seed the generator of random numbers before each step. Both trainings draw the same numbers if only the loss draws
+    # any, and the batch has one part.
     draws_alike: bool = False
-    record: Callable[[nn.Module], OutputLog] = OutputLog
+    record: Callable[[nn.Module], OutputLog] = OutputLog  # makes the recorder of outputs of a model
 
 
 @dataclass
@@ -84,21 +77,17 @@ class RecordedStep:
 
 @dataclass
 class Trace:
-    """Recorded training of one process.
+    """Recorded training of one process."""
 
-    Attributes:
-        stage, dp_rank, tp_rank: coordinates of the rank; 0 in the unsharded training.
-        first_weights: weights before the first step; unsharded training only.
-        aliases: the set of names of each parameter; unsharded training only.
-        masks: attention mask of each step, None for inputs without one; unsharded training only.
-    """
-
+    # stage, dp_rank, tp_rank: coordinates of the rank; 0 in the unsharded training
     stage: int = 0
     dp_rank: int = 0
     tp_rank: int = 0
     steps: list[RecordedStep] = field(default_factory=list)
-    first_weights: Arrays = field(default_factory=dict)
+    first_weights: Arrays = field(default_factory=dict)  # weights before the first step; unsharded training only
+    # the set of names of each parameter; unsharded training only
     aliases: list[frozenset[str]] = field(default_factory=list)
+    # attention mask of each step, None for inputs without one; unsharded training only
     masks: list[Tensor | None] = field(default_factory=list)
 
 

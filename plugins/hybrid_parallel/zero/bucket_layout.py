@@ -126,36 +126,25 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """Options that the buckets of one optimizer share.
+    """Options that the buckets of one optimizer share."""
 
-    Attributes:
-        dp_group: the ranks that hold the same shards of these parameters and see other tokens.
-        shard_group: the ranks among them that share the states: all of them, unless `zero_size` is smaller.
-        copy_group: the ranks that hold the same shard of the states; None if this rank is the only one.
-        zero_stage: 0 to 3.
-        master_weights: whether 16-bit parameters get fp32 copies for the optimizer.
-        whole_parameters: whether the optimizer needs whole parameters (Adafactor, Muon).
-        bucket_bytes: upper limit of a bucket's gradients, in bytes.
-        exchange: the collectives that move shards of gradients and parameters between ranks.
-        grad_buffers: the pool from which the buckets take buffers of gradients that they shard.
-        keeps_local: whether local gradients are kept until the step is known to be finite, for reports on nan and inf.
-            Where ranks learn that before, as between CPUs, only those of a bad step are kept; elsewhere none are
-            kept under ZeRO stages 2 and 3.
-        hidden_by: the options under which no rank has whole gradients as in plain torch; None if every rank has them.
-        states: memory of master weights, reduced gradients and optimizer states.
-    """
-
-    dp_group: ProcessGroup
-    shard_group: ProcessGroup
+    dp_group: ProcessGroup  # the ranks that hold the same shards of these parameters and see other tokens
+    shard_group: ProcessGroup  # the ranks among them that share the states: all of them, unless `zero_size` is smaller
+    # the ranks that hold the same shard of the states; None if this rank is the only one
     copy_group: ProcessGroup | None
-    zero_stage: int
-    master_weights: bool
-    whole_parameters: bool
-    bucket_bytes: int
-    exchange: ZeroCollectives
-    grad_buffers: GradBufferPool
+    zero_stage: int  # 0 to 3
+    master_weights: bool  # whether 16-bit parameters get fp32 copies for the optimizer
+    whole_parameters: bool  # whether the optimizer needs whole parameters (Adafactor, Muon)
+    bucket_bytes: int  # upper limit of a bucket's gradients, in bytes
+    exchange: ZeroCollectives  # the collectives that move shards of gradients and parameters between ranks
+    grad_buffers: GradBufferPool  # the pool from which the buckets take buffers of gradients that they shard
+    # whether local gradients are kept until the step is known to be finite, for reports on nan and inf. Where ranks
+    # learn that before, as between CPUs, only those of a bad step are kept; elsewhere none are kept under ZeRO stages 2
+    # and 3.
     keeps_local: bool = True
+    # the options under which no rank has whole gradients as in plain torch; None if every rank has them
     hidden_by: str | None = None
+    # memory of master weights, reduced gradients and optimizer states
     states: StateMemory = field(default_factory=StateMemory)
 
     @property
@@ -187,20 +176,14 @@ class BucketOptions:
 
 @dataclass(frozen=True, eq=False)
 class BucketSlice:
-    """The part of one parameter that is in this rank's shard.
+    """The part of one parameter that is in this rank's shard."""
 
-    Attributes:
-        index: the parameter's position in its bucket.
-        start, stop: range in the flattened parameter.
-        offset: start of the piece in the shard.
-        parameter: the tensor that the optimizer updates; fp32 if there are master weights.
-    """
-
-    index: int
+    index: int  # the parameter's position in its bucket
+    # start, stop: range in the flattened parameter
     start: int
     stop: int
-    offset: int
-    parameter: nn.Parameter
+    offset: int  # start of the piece in the shard
+    parameter: nn.Parameter  # the tensor that the optimizer updates; fp32 if there are master weights
 
     def view(self, shard: Tensor) -> Tensor:
         """Return the piece's range of a flat tensor over the shard."""

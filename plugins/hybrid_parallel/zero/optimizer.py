@@ -102,20 +102,14 @@ def refuse_average(name: str | None) -> None:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a step.
+    """Options of a step."""
 
-    Attributes:
-        max_norm: upper limit for the global gradient norm; None for no clipping.
-        nonfinite: "raise", "skip" or "ignore" steps whose gradients are nan or inf on any rank.
-        overlap_allgather: whether the all-gather of parameters may run until the next forward pass.
-        on_nonfinite: called on all ranks with the optimizer; raises, or reports why the step is skipped.
-        after_step: called on all ranks with the optimizer when the step is complete, or skipped.
-    """
-
-    max_norm: float | None
-    nonfinite: str
-    overlap_allgather: bool
+    max_norm: float | None  # upper limit for the global gradient norm; None for no clipping
+    nonfinite: str  # "raise", "skip" or "ignore" steps whose gradients are nan or inf on any rank
+    overlap_allgather: bool  # whether the all-gather of parameters may run until the next forward pass
+    # called on all ranks with the optimizer; raises, or reports why the step is skipped
     on_nonfinite: Callable[[HybridParallelOptimizer], None]
+    # called on all ranks with the optimizer when the step is complete, or skipped
     after_step: Callable[[HybridParallelOptimizer], None]
 
 

@@ -46,16 +46,12 @@ def is_sharded(param: nn.Parameter) -> bool:
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """The part of one parameter that is in a rank's shard.
+    """The part of one parameter that is in a rank's shard."""
 
-    Attributes:
-        start, stop: range in the flattened parameter; empty if there is none.
-        place: range in the shard.
-    """
-
+    # start, stop: range in the flattened parameter; empty if there is none
     start: int
     stop: int
-    place: slice
+    place: slice  # range in the shard
 
 
 class ShardedParameters:
@@ -194,16 +190,11 @@ class ShardedParameters:
 
 @dataclass(eq=False)
 class GatherUnit:
-    """Parameters that are gathered together.
+    """Parameters that are gathered together."""
 
-    Attributes:
-        number: position in the model, the same on all replicas.
-        members: their memory.
-        next, next_back: the units that a forward and a backward pass used after this one the last time.
-    """
-
-    number: int
-    members: list[ShardedParameters] = field(default_factory=list)
+    number: int  # position in the model, the same on all replicas
+    members: list[ShardedParameters] = field(default_factory=list)  # their memory
+    # next, next_back: the units that a forward and a backward pass used after this one the last time
     next: GatherUnit | None = None
     next_back: GatherUnit | None = None
 

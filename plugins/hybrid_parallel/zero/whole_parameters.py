@@ -34,15 +34,11 @@ from shardformer.shard_spec import ShardSpec, parameter_like, spec_of
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A part on one rank.
-
-    Attributes:
-        place: which of the different shards it belongs to: copies of a shard have one place.
-        start, stop: range in the flattened shard.
-    """
+    """A part on one rank."""
 
     index: int
-    place: int
+    place: int  # which of the different shards it belongs to: copies of a shard have one place
+    # start, stop: range in the flattened shard
     start: int
     stop: int
 

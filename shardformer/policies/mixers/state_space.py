@@ -210,21 +210,13 @@ _COLUMN, _PARTS, _ROW, _CHANNELS, _HEADS, _NORM, _WHOLE = "column", "parts", "ro
 
 @dataclass(frozen=True)
 class Form:
-    """A kind of delta net.
+    """A kind of delta net."""
 
-    Attributes:
-        roles: each of its modules and parameters -> what it is.
-        heads: attributes that count heads.
-        features: attributes that count features of heads.
-        channels: those of them that are the channels of the convolution, one behind the other.
-        gathers: whether projections are divided, and their outputs gathered, where heads are not divided.
-    """
-
-    roles: Mapping[str, str]
-    heads: tuple[str, ...]
-    features: tuple[str, ...]
-    channels: tuple[str, ...] = ()
-    gathers: bool = False
+    roles: Mapping[str, str]  # each of its modules and parameters -> what it is
+    heads: tuple[str, ...]  # attributes that count heads
+    features: tuple[str, ...]  # attributes that count features of heads
+    channels: tuple[str, ...] = ()  # those of them that are the channels of the convolution, one behind the other
+    gathers: bool = False  # whether projections are divided, and their outputs gathered, where heads are not divided
 
 
 _GATED = {

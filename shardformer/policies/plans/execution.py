@@ -26,21 +26,14 @@ Forward = Callable[[], Any]
 
 @dataclass
 class Call:
-    """A call of a module.
+    """A call of a module."""
 
-    Attributes:
-        path: of the module.
-        inputs: name of an input, "" for the first -> its tensors.
-        output: what the module returned, detached.
-        outer: path of the module inside of which it ran, of those that are recorded; None if there is none.
-        is_direct: whether `forward` was called instead of the module.
-    """
-
-    path: str
-    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    output: Any = None
+    path: str  # of the module
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)  # name of an input, "" for the first -> its tensors
+    output: Any = None  # what the module returned, detached
+    # path of the module inside of which it ran, of those that are recorded; None if there is none
     outer: str | None = None
-    is_direct: bool = False
+    is_direct: bool = False  # whether `forward` was called instead of the module
 
 
 def recorded_calls(model: nn.Module, paths: Sequence[str], run: Forward) -> list[Call]:

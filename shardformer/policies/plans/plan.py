@@ -400,16 +400,13 @@ _COPIED = ("k_proj", "v_proj")  # whose heads may be fewer than ranks
 
 @dataclass(frozen=True)
 class Completion:
-    """Styles of parts of a family that its plan does not name.
+    """Styles of parts of a family that its plan does not name."""
 
-    Attributes:
-        declared: parts that are cut in every model of the family; paths match by their end.
-        derived: parts that are cut where their modules are of `classes`, and `tp_size` divides their heads.
-        classes: path of a module with parts in `derived` -> names of the classes from which they were derived.
-    """
-
+    # parts that are cut in every model of the family; paths match by their end
     declared: Mapping[str, str] = field(default_factory=dict)
+    # parts that are cut where their modules are of `classes`, and `tp_size` divides their heads
     derived: Plan = Plan({})
+    # path of a module with parts in `derived` -> names of the classes from which they were derived
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def fitting(self, model: nn.Module, policy: HeadCounts) -> Plan:

@@ -34,33 +34,25 @@ _CACHES = (*CACHE_NAMES, "mems")  # of a rank's own heads
 
 @dataclass
 class Reads:
-    """What one module reads directly, without other linear layers in between.
+    """What one module reads directly, without other linear layers in between."""
 
-    Attributes:
-        sources: path of a linear layer -> for either half of what the module reads, which output features [features]
-            of the layer it depends on.
-        parameters: name of a parameter -> for either half, which of its elements [shape] it depends on.
-        num_features: size of the last dim of what the module reads.
-    """
-
+    # path of a linear layer -> for either half of what the module reads, which output features [features] of the layer
+    # it depends on
     sources: dict[str, Halves] = field(default_factory=dict)
+    # name of a parameter -> for either half, which of its elements [shape] it depends on
     parameters: dict[str, Halves] = field(default_factory=dict)
-    num_features: int = 0
+    num_features: int = 0  # size of the last dim of what the module reads
 
 
 @dataclass
 class Recording:
-    """What the modules of a model read in one forward pass.
+    """What the modules of a model read in one forward pass."""
 
-    Attributes:
-        linears: path of each linear layer that was called, in order of the first call -> what it reads.
-        dropouts: path of each dropout module -> the linear layers that its input depends on.
-        outputs: what the outputs of the model read.
-    """
-
+    # path of each linear layer that was called, in order of the first call -> what it reads
     linears: dict[str, Reads] = field(default_factory=dict)
+    # path of each dropout module -> the linear layers that its input depends on
     dropouts: dict[str, set[str]] = field(default_factory=dict)
-    outputs: Reads = field(default_factory=Reads)
+    outputs: Reads = field(default_factory=Reads)  # what the outputs of the model read
 
 
 def record(model: nn.Module, forward: Callable[[], Any]) -> Recording:
@@ -182,14 +174,11 @@ PARTIAL = "replicated_with_grad_allreduce"
 
 @dataclass
 class Region:
-    """A tensor-parallel region, in every layer that has it.
+    """A tensor-parallel region, in every layer that has it."""
 
-    Attributes:
-        styles: path with `*` for numbers -> tensor-parallel style, of linear layers and of parameters in between.
-        columns, rows: the paths of its linear layers.
-    """
-
+    # path with `*` for numbers -> tensor-parallel style, of linear layers and of parameters in between
     styles: dict[str, str] = field(default_factory=dict)
+    # columns, rows: the paths of its linear layers
     columns: set[str] = field(default_factory=set)
     rows: set[str] = field(default_factory=set)
 

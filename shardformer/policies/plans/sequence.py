@@ -42,19 +42,14 @@ _OF_OTHER_STATES = re.compile(r"(?i)(.*[._])?(k|v|kv|key|value)(_\w+)?")
 
 @dataclass
 class _Division:
-    """How one layer is divided.
+    """How one layer is divided."""
 
-    Attributes:
-        owners: paths of the modules whose children are columns or rows of tensor-parallel regions.
-        between: (path, name of a child) of what sees a slice of the sequence, or stands inside of a region.
-        whole: names of the parts of the layer that run on full sequences.
-        problems: paths of sharded modules that can be in neither.
-    """
-
+    # paths of the modules whose children are columns or rows of tensor-parallel regions
     owners: list[str] = field(default_factory=list)
+    # (path, name of a child) of what sees a slice of the sequence, or stands inside of a region
     between: list[tuple[str, str]] = field(default_factory=list)
-    whole: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)  # names of the parts of the layer that run on full sequences
+    problems: list[str] = field(default_factory=list)  # paths of sharded modules that can be in neither
 
 
 def add_sequence_regions(table: Table, model: nn.Module, stages: StageLayout, config: ShardConfig) -> None:

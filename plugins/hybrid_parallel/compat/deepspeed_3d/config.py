@@ -108,17 +108,14 @@ _KERNELS = (
 
 
 class OptimizerBlock(BaseModel):
-    """Block `optimizer`, such as `{"type": "AdamW", "params": {"lr": 1e-4}}`.
-
-    Attributes:
-        type: name of the optimizer, case-insensitive.
-        params: arguments of the optimizer. Adam also takes `adam_w_mode` and `torch_adam`; the latter only selects
-            between equivalent kernels, and is ignored.
-    """
+    """Block `optimizer`, such as `{"type": "AdamW", "params": {"lr": 1e-4}}`."""
 
     model_config = ConfigDict(extra="forbid")
 
+    # name of the optimizer, case-insensitive
     type: StrictStr = described(..., f"is no name of an optimizer; use {_NAMES}", "AdamW")
+    # arguments of the optimizer. Adam also takes `adam_w_mode` and `torch_adam`; the latter only selects between
+    # equivalent kernels, and is ignored.
     params: dict[str, Any] = described({}, "is no object; use {'lr': 1e-4}", {"lr": 1e-4})
 
     def problems(self) -> list[str]:
@@ -183,16 +180,13 @@ _Ratio = Annotated[StrictFloat, Field(ge=0, le=1)]
 
 
 class _Warmup(BaseModel):
-    """Base class of schedules with a warm-up.
-
-    Attributes:
-        warmup_num_steps: number of warm-up steps until the highest learning rate; values below 2 count as 2.
-        warmup_type: "log" increases with the logarithm of the step, "linear" with the step.
-    """
+    """Base class of schedules with a warm-up."""
 
     model_config = ConfigDict(extra="forbid")
 
+    # number of warm-up steps until the highest learning rate; values below 2 count as 2
     warmup_num_steps: _Steps = described(1000, _STEPS, 1000)
+    # "log" increases with the logarithm of the step, "linear" with the step
     warmup_type: Literal["log", "linear"] = described("log", "is not available; use 'log' or 'linear'", "linear")
 
     @property
@@ -354,30 +348,25 @@ _LEFT = (
 
 
 class DeepSpeedConfig(BaseModel):
-    """DeepSpeed's configuration. Omitted keys have DeepSpeed's defaults.
-
-    Attributes:
-        train_batch_size: samples of a step, over all replicas.
-        train_micro_batch_size_per_gpu: samples of a micro-batch of one replica.
-        gradient_accumulation_steps: micro-batches of a step.
-        gradient_clipping: maximum global gradient norm; 0 for no clipping.
-        fp16, bf16, zero_optimization, optimizer, scheduler: see their classes.
-        steps_per_print, wall_clock_breakdown: control DeepSpeed's output; accepted and ignored.
-    """
+    """DeepSpeed's configuration. Omitted keys have DeepSpeed's defaults."""
 
     model_config = ConfigDict(extra="forbid")
 
-    train_batch_size: _Count | None = described(None, _COUNT, 32)
+    train_batch_size: _Count | None = described(None, _COUNT, 32)  # samples of a step, over all replicas
+    # samples of a micro-batch of one replica
     train_micro_batch_size_per_gpu: _Count | None = described(None, _COUNT, 4)
-    gradient_accumulation_steps: _Count | None = described(None, _COUNT, 8)
+    gradient_accumulation_steps: _Count | None = described(None, _COUNT, 8)  # micro-batches of a step
+    # maximum global gradient norm; 0 for no clipping
     gradient_clipping: Annotated[StrictFloat, Field(ge=0)] = described(
         0.0, "is not a number of 0 or more; use one such as 1.0", 1.0
     )
+    # fp16, bf16, zero_optimization, optimizer, scheduler: see their classes
     fp16: Fp16 = described(Fp16(), "is no object; use {'enabled': true}", {"enabled": True})
     bf16: Bf16 = described(Bf16(), "is no object; use {'enabled': true}", {"enabled": True})
     zero_optimization: Zero = described(Zero(), "is no object; use {'stage': 1}", {"stage": 1})
     optimizer: OptimizerBlock | None = described(None, "is no object; use {'type': 'AdamW'}", {"type": "AdamW"})
     scheduler: SchedulerBlock | None = described(None, "is no object; use {'type': 'WarmupLR'}", {"type": "WarmupLR"})
+    # steps_per_print, wall_clock_breakdown: control DeepSpeed's output; accepted and ignored
     steps_per_print: StrictInt | None = described(None, "is not an integer; use one such as 10", 10)
     wall_clock_breakdown: StrictBool | None = described(None, _SWITCH, False)
 

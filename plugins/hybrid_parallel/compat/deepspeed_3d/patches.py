@@ -145,15 +145,10 @@ def helper_as_patch(helper: LogitHelper) -> Patch:
 
 @dataclass
 class _Reading:
-    """State of one call of a loss function.
+    """State of one call of a loss function."""
 
-    Attributes:
-        head: the head whose logits are sharded over the vocabulary.
-        knows: whether the loss function handles sharded logits, by calling `vocab_parallel_cross_entropy`.
-    """
-
-    head: VocabParallelLMHead
-    knows: bool = False
+    head: VocabParallelLMHead  # the head whose logits are sharded over the vocabulary
+    knows: bool = False  # whether the loss function handles sharded logits, by calling `vocab_parallel_cross_entropy`
 
 
 _reading: ContextVar[_Reading | None] = ContextVar("reading_logits", default=None)
