@@ -24,6 +24,32 @@ _TEXTS = ("input_ids", "inputs_embeds", "prompt_ids", "prompt_input_ids")
 _LABELS = "labels"
 
 
+class ItemCount(Tensor):
+    """Number of items (labels that count) of a batch, 0-d; it notes whether a loss reads it, and what it divides.
+
+    Attributes:
+        quotient: what the latest division by it has given; None if there was none.
+    """
+
+    was_read, quotient = False, None
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Note the use, and compute as plain tensors do."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        for each in args:
+            if isinstance(each, cls) and function.__name__ != "__get__":  # dtype or device
+                each.was_read = True
+                each.quotient = result if "div" in function.__name__ else each.quotient
+        return result
+
+    def plain(self) -> Tensor:
+        """Return the number as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+
 def main_input_of(model: Any) -> str | None:
     """Return the name of a model's main input, `main_input_name`, which has a row a sample; None if none."""
     name = getattr(model, "main_input_name", None)

@@ -18,26 +18,6 @@ from booster.integrations.prepared_loader import PreparedLoader
 from booster.integrations.replicas import ReplicaMeans
 
 
-class ItemCount(Tensor):
-    """Number of items (labels that count) of a batch, 0-d; it notes whether a loss reads it."""
-
-    was_read = False
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Note the use, and compute as plain tensors do."""
-        for each in args:
-            if isinstance(each, cls) and function.__name__ != "__get__":  # dtype or device
-                each.was_read = True
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
-
-    def plain(self) -> Tensor:
-        """Return the number as a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
-
 @dataclass
 class LossInProgress:
     """The loss of a batch that a Trainer computes."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from booster.data.rows import main_input_of, rows_of, unknown_rows
-from booster.integrations.trainer_accelerator import ItemCount, LossInProgress, Samples, TrainerAccelerator
+from booster.data.rows import ItemCount, main_input_of, rows_of, unknown_rows
+from booster.integrations.trainer_accelerator import LossInProgress, Samples, TrainerAccelerator
 
 
 class TrainerLoss:

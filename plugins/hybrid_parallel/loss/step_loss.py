@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from booster.data.rows import rows_of, unknown_rows
+from booster.data.rows import ItemCount, rows_of, unknown_rows
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import LossesPromote, has_floats
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
@@ -122,6 +122,23 @@ class StepLoss:
         if self.mesh.size("dp") > 1:
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.mesh.group("dp"))
         return least.tolist()
+
+    def _check_divisor(self, given: Tensor | float) -> None:
+        """Refuse a divisor that counts the labels of one replica: the sum over all replicas is divided by it once."""
+        labels = [microbatch["labels"] for microbatch in self.microbatches if "labels" in microbatch]
+        number = torch.full((), given, device=self.mesh.device) if isinstance(given, int | float) else given.reshape(())
+        counts = [
+            sum((each[..., skipped:] != IGNORE_INDEX).sum() for each in labels) + 0 * number for skipped in (0, 1)
+        ]
+        # Read together: the host waits for the device once.
+        divisor, *counts = torch.stack([number.double(), *(each.double() for each in counts)]).tolist()
+        least, most, counts_share = self._least_over_data(divisor, -divisor, float(divisor in counts))
+        if least != -most or counts_share:
+            what = f"{least:g} on one replica and {-most:g} on another" if least != -most else f"{least:g}"
+            raise ConfigurationError(
+                f"{DIVISOR} is {what}, which counts the labels of a replica's share; it divides the sum over all "
+                f"dp_size={self.mesh.size('dp')} replicas: give the count of the global batch, or leave it out"
+            )
 
 
 class NoLoss(StepLoss):
@@ -257,23 +274,6 @@ class HeadStepLoss(StepLoss):
             self._check_divisor(head_loss.divisor(batch))
         self.global_counts = self._sum_over_data(counts)
 
-    def _check_divisor(self, given: Tensor | float) -> None:
-        """Refuse a divisor that counts the labels of one replica: the sum over all replicas is divided by it once."""
-        labels = [microbatch["labels"] for microbatch in self.microbatches if "labels" in microbatch]
-        number = torch.full((), given, device=self.mesh.device) if isinstance(given, int | float) else given.reshape(())
-        counts = [
-            sum((each[..., skipped:] != IGNORE_INDEX).sum() for each in labels) + 0 * number for skipped in (0, 1)
-        ]
-        # Read together: the host waits for the device once.
-        divisor, *counts = torch.stack([number.double(), *(each.double() for each in counts)]).tolist()
-        least, most, counts_share = self._least_over_data(divisor, -divisor, float(divisor in counts))
-        if least != -most or counts_share:
-            what = f"{least:g} on one replica and {-most:g} on another" if least != -most else f"{least:g}"
-            raise ConfigurationError(
-                f"{DIVISOR} is {what}, which counts the labels of a replica's share; it divides the sum over all "
-                f"dp_size={self.mesh.size('dp')} replicas: give the count of the global batch, or leave it out"
-            )
-
     def reading(self, model: nn.Module, keeps_outputs: bool = False) -> AbstractContextManager[None]:
         """Return a context in which the heads leave their logits to the loss, or shard them if outputs are kept."""
         if not self.reads_parallel_logits:
@@ -385,10 +385,10 @@ class ModelStepLoss(StepLoss):
     """Loss that a model computes itself, taken as a mean over its samples.
 
     A mean over labels gives the same result only if all parts of the batch have equally many labels per sample, or if
-    there is one part.
+    there is one part. A sum that the forward has divided by the number of items of all replicas is a share as it is.
 
     Args:
-        batch: the batch that the micro-batches are parts of.
+        batch: the batch that the micro-batches are parts of; an `ItemCount` in it has divided the loss.
         reason: why the model computes it, for error messages.
         main_input: name of the entry that has a row for each sample, if the model tells.
     """
@@ -403,6 +403,7 @@ class ModelStepLoss(StepLoss):
     ) -> None:
         super().__init__(microbatches, mesh)
         self.reason, self.reads_floats = reason, has_floats(batch)
+        self.is_divided = isinstance(batch.get(DIVISOR), ItemCount)
         self.rows = [1] if self._is_whole else [rows_of(each, main_input) for each in microbatches]
         if len(microbatches) > 1 or mesh.size("dp") > 1:
             self._check_parts(batch)
@@ -410,6 +411,9 @@ class ModelStepLoss(StepLoss):
         self.global_rows = self._sum_over_data(rows)
 
     def _check_parts(self, batch: Mapping[str, Any]) -> None:
+        if self.is_divided:
+            self._check_divisor(batch[DIVISOR])
+            return
         if batch.get(DIVISOR) is not None:
             raise self._refusal(f"{DIVISOR} says that it is a sum")
         if any(isinstance(value, list) for name, value in batch.items() if "labels" in name):
@@ -442,7 +446,7 @@ class ModelStepLoss(StepLoss):
         loss = outputs if is_loss else loss
         if loss is None:
             raise ConfigurationError("the model returned no loss; give labels in the batch or a criterion")
-        return share_of_mean(loss, self.rows[index], self.global_rows)
+        return loss if self.is_divided else share_of_mean(loss, self.rows[index], self.global_rows)
 
 
 def _labels_of(batch: Mapping[str, Any]) -> Tensor | None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from booster import failure
-from booster.data.rows import rows_of_call
+from booster.data.rows import ItemCount, rows_of_call
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.checks import check_batch_of_replica
 from plugins.hybrid_parallel.data.microbatch import LossesPromote, has_floats, nothing_of, without_rows
@@ -51,7 +51,7 @@ from plugins.hybrid_parallel.zero.reducer import BackwardPasses
 from shardformer.context_parallel.zigzag import record_facts
 from shardformer.distributed.process_groups import all_gather_json, broadcast_json
 from shardformer.layers.embedding import parallel_logits
-from shardformer.loss.terms import ASKED
+from shardformer.loss.terms import ASKED, DIVISOR
 from shardformer.utils.module_paths import CACHE_NAMES
 
 if TYPE_CHECKING:
@@ -415,6 +415,8 @@ def _with_head_loss(model: HybridParallelModel, batch: Batch, inputs: dict[str, 
 def _with_own_loss(model: HybridParallelModel, batch: Batch, inputs: dict[str, Any]) -> Any:
     """Return outputs with the loss that the model's forward computes, if it does."""
     own = [batch.entries] if batch.has_rows else []
+    if isinstance(items := inputs.get(DIVISOR), Tensor):
+        inputs = {**inputs, DIVISOR: (items := items.as_subclass(ItemCount))}
     compared = batch.step_loss(own) if batch.loss.compares else None
     if compared is not None:
         reading = compared.reading(model)
@@ -424,6 +426,8 @@ def _with_own_loss(model: HybridParallelModel, batch: Batch, inputs: dict[str, A
         outputs = model.module(*batch.args, **inputs)
     if not _has_loss(outputs):
         return outputs
+    if isinstance(items, ItemCount) and (outputs[LOSS] is items.quotient or not items.was_read):
+        batch = replace(batch, entries={**batch.entries, DIVISOR: items if items.was_read else None})
     # Only now: replicas may call a model that returns no loss without each other.
     loss = compared or batch.step_loss(own)
     return _with_loss(model, outputs, _share(batch, loss, outputs))

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, ViTMAEConfig, ViTMAEForPreTraining
+from transformers.modeling_outputs import CausalLMOutput
 
 from booster import Booster
 from booster.errors import ConfigurationError
@@ -65,6 +66,19 @@ def _set_hook(model: nn.Module) -> None:
     model.register_forward_hook(penalise)
 
 
+def _fuse_head(model: nn.Module) -> None:
+    """Take the loss of a few tokens at a time from the weight of the head, as fused losses do."""
+
+    def forward(self: nn.Module, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Any:
+        hidden = self.model(input_ids)[0][:, :-1].flatten(0, 1)
+        chunks = zip(hidden.split(5), labels[:, 1:].flatten().split(5), strict=True)
+        total = sum(F.cross_entropy(part @ self.lm_head.weight.T, of, reduction="sum") for part, of in chunks)
+        items = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return CausalLMOutput(total / items)
+
+    model.forward = MethodType(forward, model)
+
+
 def _nothing(model: nn.Module) -> None: ...
 
 
@@ -84,8 +98,11 @@ _SAID: dict[str, tuple[type, Callable[[nn.Module], None], Batch]] = {
 }
 
 
+_FUSED = "fused loss"
+
+
 def _case(said: str) -> tuple[nn.Module, Batch]:
-    cls, change, extra = _SAID[said]
+    cls, change, extra = _SAID.get(said, (_PlainLlama, _fuse_head, {"num_items_in_batch": torch.tensor(23.0)}))
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
@@ -94,7 +111,7 @@ def _case(said: str) -> tuple[nn.Module, Batch]:
     change(model)
     ids = torch.randint(4, 37, (6, 7), generator=torch.Generator().manual_seed(2))
     labels = ids.clone()
-    if said in ("num_items_in_batch", "ignore_index"):
+    if said in ("num_items_in_batch", "ignore_index", _FUSED):
         labels[1, 3:] = labels[4, :2] = extra.get("ignore_index", -100)
     return model, {"input_ids": ids, "labels": labels, **extra}
 
@@ -164,6 +181,22 @@ def test_what_cannot_be_put_together_is_refused() -> None:
         share["num_items_in_batch"] = counted
         with pytest.raises(ConfigurationError, match="divides the sum over all dp_size=2 replicas"):
             booster.execute_pipeline(iter([share]), model, optimizer=optimizer)
+
+
+@distributed(2)
+def test_a_forward_that_divides_by_the_number_of_items_has_a_share() -> None:
+    """Of the loss, where replicas have other numbers of labels; what it adds to the quotient would count for each."""
+    wrong = {name: each for name, each in _differences("single", _FUSED, ordinary=True).items() if not each < 2e-6}
+    assert not wrong, wrong
+    _, model, _, share = _boosted(_FUSED)
+    fused = model.unwrap().forward
+
+    def forward(self: nn.Module, **inputs: Any) -> Any:
+        return CausalLMOutput(fused(**inputs).loss + self.lm_head.weight.square().mean())
+
+    model.unwrap().forward = MethodType(forward, model.unwrap())
+    with pytest.raises(ConfigurationError, match="num_items_in_batch says that it is a sum"):
+        model(**share)
 
 
 @distributed(2)
