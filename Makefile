@@ -90,6 +90,7 @@ docs: $(DOCS_READY)
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/proselint check README.md docs/*.md docs/migrate/*.md
 
 format: setup
 	$(BIN)/ruff check --fix .

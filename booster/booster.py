@@ -25,6 +25,7 @@ from booster.plugin import (
     Plugin,
     SavedCheckpoint,
     TrainingObjects,
+    check_lr_scheduler,
     load_lr_scheduler,
     load_plugin,
     save_lr_scheduler,
@@ -270,11 +271,13 @@ class Booster:
     @checks_arguments
     def save_lr_scheduler(self, lr_scheduler: Any, path: str) -> None:
         """Write the scheduler's state as JSON."""
+        check_lr_scheduler(lr_scheduler)
         save_lr_scheduler(lr_scheduler, str(path))
 
     @checks_arguments
     def load_lr_scheduler(self, lr_scheduler: Any, path: str) -> None:
         """Load a state written by `save_lr_scheduler`."""
+        check_lr_scheduler(lr_scheduler)
         load_lr_scheduler(lr_scheduler, str(path))
 
     @failure.guard("booster.save_checkpoint")
@@ -360,6 +363,7 @@ class Booster:
             objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
             self.plugin.checkpoint_io.snapshot(str(folder), objects, extra)
 
+    @checks_arguments
     def latest_checkpoint(self, folder: str) -> str | None:
         """Return the newest complete checkpoint in `folder`, the same on all ranks; None if there is none yet."""
         return self.plugin.checkpoint_io.latest_checkpoint(str(folder))

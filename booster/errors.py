@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+_PLACES = frozenset(("directory", "folder", "path"))  # arguments that name a place on the disk: "" would be this folder
+
 
 class ConfigurationError(ValueError):
     """Invalid layout, model, option or file; one sentence with the value, the rule and a valid value."""
@@ -49,9 +51,12 @@ def checks_arguments(method: Callable[..., Any], example: str | None = None) -> 
     @functools.wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
-            signature.bind(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise ConfigurationError(f"{call}() got wrong arguments ({error}); write {example}") from None
+        for name in _PLACES & bound.keys():
+            if bound[name] is None or isinstance(bound[name], int) or not str(bound[name]).strip():
+                raise ConfigurationError(f"{call}() got {name}={bound[name]!r}; give a name, as in {name}='runs/model'")
         return method(*args, **kwargs)
 
     return checked

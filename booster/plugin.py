@@ -63,6 +63,15 @@ class SavedCheckpoint:
         return self._work.result()
 
 
+def check_lr_scheduler(given: Any) -> None:
+    """Refuse what stands where a learning-rate scheduler belongs; one of the user's own has `step` and `state_dict`."""
+    if isinstance(given, torch.optim.Optimizer) or not callable(getattr(given, "step", None)):
+        raise ConfigurationError(
+            f"a {type(given).__name__} stands where the learning-rate scheduler belongs; write "
+            "booster.save_lr_scheduler(lr_scheduler, path), or booster.save_optimizer(optimizer, directory)"
+        )
+
+
 def save_lr_scheduler(lr_scheduler: Any, path: str) -> None:
     """Write the state of `lr_scheduler` to `path`; rank 0 writes, all ranks wait.
 

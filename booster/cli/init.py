@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 from booster.cli.command_parser import CommandParser
 
 EXAMPLES = Path(__file__).with_name("examples")  # in the repository, a link to its folder of examples
 _SCRIPTS = ("train.py", "finetune.py", "first_layout.ipynb")  # what is run, or opened first
 _TEXT = (".py", ".md", ".ipynb")
+_OF_EXTRA = re.compile(r"""(?P<name>[\w.-]+).*;.*\bextra == ["'](?P<extra>[\w-]+)["']""")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -91,10 +91,11 @@ def missing_extras(files: Sequence[Path]) -> list[str]:
     nodes = [node for path in files if path.suffix == ".py" for node in ast.walk(ast.parse(path.read_text("utf-8")))]
     modules = {node.module.partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     try:
-        needs = [Requirement(each) for each in requires("hybrid-booster") or ()]
+        needs = requires("hybrid-booster") or ()
     except PackageNotFoundError:  # it runs from a folder
         return []
-    extra_of = {each.name.replace("-", "_"): str(each.marker).split('"')[1] for each in reversed(needs) if each.marker}
+    found = filter(None, map(_OF_EXTRA.match, reversed(needs)))
+    extra_of = {each["name"].replace("-", "_"): each["extra"] for each in found}
     return sorted({extra_of[name] for name in modules & extra_of.keys() if find_spec(name) is None})
 
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
-from booster.plugin import CheckpointIO
+from booster.plugin import CheckpointIO, check_lr_scheduler
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import SumOverReplicas, nodes_of
@@ -370,7 +370,12 @@ def _refuse_change(method: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 def check_boosted(objects: Mapping[str, Any]) -> None:
     """Refuse objects, by kind ("model", "optimizer", "dataloader", …), whose state cannot be saved or restored."""
-    checks = {"model": check_boosted_model, "optimizer": check_boosted_optimizer, "dataloader": check_resumable_loader}
+    checks = {
+        "model": check_boosted_model,
+        "optimizer": check_boosted_optimizer,
+        "lr_scheduler": check_lr_scheduler,
+        "dataloader": check_resumable_loader,
+    }
     for kind, check in checks.items():
         if objects.get(kind) is not None:
             check(objects[kind])
@@ -431,8 +436,8 @@ def check_criterion(criterion: Any) -> None:
 
 
 def check_resumable_loader(loader: Any) -> None:
-    """Refuse a loader that does not know its position."""
-    if not callable(getattr(loader, "state_dict", None)):
+    """Refuse a loader that does not know its position, and what is no loader."""
+    if not all(callable(getattr(loader, name, None)) for name in ("__iter__", "state_dict")):
         raise ConfigurationError(
             f"the loader is a plain {type(loader).__name__}, which cannot say where it is in its epoch; pass the one "
             "that boost() returned: model, optimizer, loader = booster.boost(model, optimizer, loader)"

@@ -129,6 +129,13 @@ MISTAKES = [
         "… booster.save_checkpoint('x', model, optimizer)",
         "write booster.save_checkpoint(directory, *,",
     ),
+    ("dp2", "… booster.save_model(model, '')", "got directory=''; give a name, as in directory='runs/model'"),
+    ("dp2", "… booster.load_model(model, None)", "got directory=None; give a name"),
+    ("dp2", "booster.latest_checkpoint('')", "got folder=''; give a name"),
+    ("dp2", "… booster.save_lr_scheduler(optimizer, 'x')", "write booster.save_lr_scheduler(lr_scheduler, path)"),
+    ("dp2", "… booster.load_lr_scheduler('x', optimizer)", "write booster.save_lr_scheduler(lr_scheduler, path)"),
+    ("dp2", "… booster.save_checkpoint('x', lr_scheduler=optimizer)", "stands where the learning-rate scheduler"),
+    ("dp2", "… booster.load_checkpoint('x', dataloader=optimizer)", "pass the one that boost() returned"),
 ]
 
 
