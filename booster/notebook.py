@@ -34,7 +34,27 @@ def notebook_launcher(fn: Callable[..., Any], args: Sequence[Any] = (), num_proc
         ConfigurationError: ranks cannot be forks of this process.
         RuntimeError: a rank failed; with its number and its error.
     """
-    _check(fn, num_processes)
+    if not callable(fn):
+        raise ConfigurationError(
+            f"fn={fn!r} is no function; use notebook_launcher(train, args=(…)), which calls train itself"
+        )
+    if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
+        raise ConfigurationError(f"num_processes={num_processes!r} is no number of ranks; use 2")
+    if _MARK in os.environ:
+        raise ConfigurationError(f"this process is a rank of a job already; call {fn.__name__} itself")
+    if dist.is_initialized():
+        raise ConfigurationError(
+            "this process has a process group of an earlier cell, which ranks would inherit; restart the notebook, or "
+            "call torch.distributed.destroy_process_group()"
+        )
+    if torch.cuda.is_initialized():
+        raise ConfigurationError(
+            "CUDA is in use in this process, which ranks cannot inherit; restart the notebook, and use GPUs in fn alone"
+        )
+    if torch.cuda.is_available() and num_processes > torch.cuda.device_count():
+        raise ConfigurationError(
+            f"num_processes={num_processes} is above the number of GPUs, {torch.cuda.device_count()}; use at most that"
+        )
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -66,30 +86,6 @@ def _told(failed: ProcessFailure) -> str:
     if not isinstance(message, dict):
         return failed.message
     return f"{message['message']}\n{message['extraInfo']['py_callstack']}"
-
-
-def _check(fn: Callable[..., Any], num_processes: int) -> None:
-    if not callable(fn):
-        raise ConfigurationError(
-            f"fn={fn!r} is no function; use notebook_launcher(train, args=(…)), which calls train itself"
-        )
-    if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
-        raise ConfigurationError(f"num_processes={num_processes!r} is no number of ranks; use 2")
-    if _MARK in os.environ:
-        raise ConfigurationError(f"this process is a rank of a job already; call {fn.__name__} itself")
-    if dist.is_initialized():
-        raise ConfigurationError(
-            "this process has a process group of an earlier cell, which ranks would inherit; restart the notebook, or "
-            "call torch.distributed.destroy_process_group()"
-        )
-    if torch.cuda.is_initialized():
-        raise ConfigurationError(
-            "CUDA is in use in this process, which ranks cannot inherit; restart the notebook, and use GPUs in fn alone"
-        )
-    if torch.cuda.is_available() and num_processes > torch.cuda.device_count():
-        raise ConfigurationError(
-            f"num_processes={num_processes} is above the number of GPUs, {torch.cuda.device_count()}; use at most that"
-        )
 
 
 def _on_rank(fn: Callable[..., Any], args: tuple) -> Any:

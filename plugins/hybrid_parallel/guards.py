@@ -456,6 +456,14 @@ def refuse_backward(model: nn.Module) -> None:
             hook_gradient(parameter, refuse_without_optimizer)
 
 
+def refuse_backward_of_step(*args: Any, **kwargs: Any) -> NoReturn:
+    """Replace `backward` of the loss of a step, which has no graph."""
+    raise ConfigurationError(
+        "result.loss.backward() has nothing to do: execute_pipeline runs the backward pass itself where it gets "
+        "optimizer=optimizer; call optimizer.step()"
+    )
+
+
 def check_weights_in_loss(loss: Tensor) -> None:
     """Refuse a loss that reads, besides the model's outputs, a weight whose gradient tensor-parallel ranks sum.
 
@@ -554,3 +562,11 @@ def refuse_without_optimizer(gradient: Tensor) -> NoReturn:
         "backward() reached a model that was boosted without its optimizer, so that nothing sums its gradients over "
         "ranks; use model, optimizer = booster.boost(model, optimizer) and booster.backward(loss, optimizer)"
     )
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Refuse a dtype to which weights cannot be rounded."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigurationError(
+            f"dtype={dtype!r} is no floating-point dtype of torch, to which weights are rounded; use torch.bfloat16"
+        )

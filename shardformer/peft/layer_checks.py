@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer.layers import ColumnParallelLinear, MultiQueryLinear, RowParallelLinear
 from shardformer.matmul.native import is_linear
 from shardformer.peft.kinds import (
     IA3_LINEAR,
@@ -309,3 +310,26 @@ def _is_resized(model: nn.Module, config: Any) -> bool:
         return type(own).from_pretrained(path, local_files_only=True).vocab_size != own.vocab_size
     except (OSError, ValueError):
         return False
+
+
+def check_shape_of_cut(base: nn.Module, path: str, what: str) -> None:
+    """Refuse layers that return or take whole tensors on every rank although their weight is sharded."""
+    if isinstance(base, RowParallelLinear) and base.outputs is not None:
+        raise ValueError(
+            f"tp_size cuts the {base.kernel.name} weight of {path} between outputs, which is incompatible with "
+            f"peft's {what}, or tp_size=1 (dp, pp work)"
+        )
+    gathers = isinstance(base, ColumnParallelLinear) and base.gather_output
+    splits = isinstance(base, RowParallelLinear) and base.splits_input
+    if gathers or splits or isinstance(base, MultiQueryLinear):
+        raise ValueError(
+            f"tp_size cuts {path} in a way that is incompatible with peft's {what}, or tp_size=1 (dp, pp work)"
+        )
+
+
+def refuse_merge(name: str, what: str, *args: Any, **kwargs: Any) -> None:
+    """Replace `merge` of a layer whose weight cannot take its adapter."""
+    raise ValueError(
+        f"peft's {name} cannot be merged into {what}; save the adapter with booster.save_model and merge it into the "
+        "whole model, by PeftModel.from_pretrained(...).merge_and_unload()"
+    )

@@ -38,7 +38,7 @@ from shardformer.peft.kinds import (
     put_inside,
     wrapped_layers,
 )
-from shardformer.peft.layer_checks import check_layers
+from shardformer.peft.layer_checks import check_layers, check_shape_of_cut, refuse_merge
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_parameter, spec_of
@@ -50,21 +50,21 @@ def cut_adapter(layer: nn.Module, path: str, config: ShardConfig) -> None:
     """Shard all adapters of a peft layer like its sharded base layer; ValueError if they cannot follow."""
     if is_a(layer, "trainable tokens"):
         look_up_trained_rows(layer.token_adapter)
-        layer.token_adapter.merge = partial(_refuse_merge, "trainable_token_indices", _CUT_VOCABULARY)
+        layer.token_adapter.merge = partial(refuse_merge, "trainable_token_indices", _CUT_VOCABULARY)
         return
     if is_exactly(layer, *LORA_LINEAR):
         if layer.lora_magnitude_vector:
-            _check_shape_of_cut(layer.base_layer, path, "DoRA; use use_dora=False")
+            check_shape_of_cut(layer.base_layer, path, "DoRA; use use_dora=False")
         _cut_lora(layer, config)
         _cut_magnitudes(layer, config)
         _move_hooks(layer)
     elif is_exactly(layer, *IA3_LINEAR):
-        _check_shape_of_cut(layer.base_layer, path, "IA³; leave it out of target_modules")
+        check_shape_of_cut(layer.base_layer, path, "IA³; leave it out of target_modules")
         _cut_factors(layer, config)
     elif is_exactly(layer, "lora embedding"):
         _keep_embedding_adapters(layer, config)
     if not getattr(layer.base_layer, "merges_exactly", True):
-        layer.merge = partial(_refuse_merge, name_of(layer), _OTHER_BLOCKS)
+        layer.merge = partial(refuse_merge, name_of(layer), _OTHER_BLOCKS)
 
 
 def keep_whole(parameters: Iterable[nn.Parameter], config: ShardConfig, grad_group: ProcessGroup | None = None) -> None:
@@ -72,21 +72,6 @@ def keep_whole(parameters: Iterable[nn.Parameter], config: ShardConfig, grad_gro
     for parameter in parameters:
         if getattr(parameter, "shard_spec", None) is None:
             annotate(parameter, config.replicated_spec(parameter), grad_group)
-
-
-def _check_shape_of_cut(base: nn.Module, path: str, what: str) -> None:
-    """Refuse layers that return or take whole tensors on every rank although their weight is sharded."""
-    if isinstance(base, RowParallelLinear) and base.outputs is not None:
-        raise ValueError(
-            f"tp_size cuts the {base.kernel.name} weight of {path} between outputs, which is incompatible with "
-            f"peft's {what}, or tp_size=1 (dp, pp work)"
-        )
-    gathers = isinstance(base, ColumnParallelLinear) and base.gather_output
-    splits = isinstance(base, RowParallelLinear) and base.splits_input
-    if gathers or splits or isinstance(base, MultiQueryLinear):
-        raise ValueError(
-            f"tp_size cuts {path} in a way that is incompatible with peft's {what}, or tp_size=1 (dp, pp work)"
-        )
 
 
 def _cut_lora(layer: nn.Module, config: ShardConfig) -> None:
@@ -179,18 +164,11 @@ def _keep_embedding_adapters(layer: nn.Module, config: ShardConfig) -> None:
     group = grad_group_of(layer.base_layer.weight)
     keep_whole([*layer.lora_embedding_A.parameters(), *layer.lora_embedding_B.parameters()], config, group)
     if isinstance(layer.base_layer, ParallelModule) or spec_of(layer.base_layer.weight).dim is not None:
-        layer.merge = partial(_refuse_merge, name_of(layer), _CUT_VOCABULARY)
+        layer.merge = partial(refuse_merge, name_of(layer), _CUT_VOCABULARY)
 
 
 _CUT_VOCABULARY = "an embedding whose vocabulary tp_size cuts"
 _OTHER_BLOCKS = "a weight that tp_size cuts, because the whole weight is quantised in other blocks than its shards"
-
-
-def _refuse_merge(name: str, what: str, *args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        f"peft's {name} cannot be merged into {what}; save the adapter with booster.save_model and merge it into the "
-        "whole model, by PeftModel.from_pretrained(...).merge_and_unload()"
-    )
 
 
 def _group_of_inputs(base: ParallelModule) -> ProcessGroup | None:

@@ -51,7 +51,14 @@ class StageCache:
     def __init__(self, cache: Any, size: tuple[int, int], device: torch.device) -> None:
         self.cache = getattr(cache, "self_attention_cache", cache)
         self._before = [] if cache is None else list(self.cache.layers)
-        _check(self._before)
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+        for layer in self._before:
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                raise ConfigurationError(
+                    f"generate() of a pipeline keeps keys and values in caches that grow, and this cache has a "
+                    f"{type(layer).__name__}; leave out this cache, or cache_implementation, or use use_cache=False"
+                )
         self._keys = torch.ones(size[0], 1, size[1], 1, dtype=torch.bool, device=device)
         self._filled: dict[int, Any] = {}
 
@@ -77,17 +84,6 @@ class StageCache:
         for index, layer in enumerate(self.cache.layers):
             if index not in self._filled:
                 layer.update(self._keys, self._keys)
-
-
-def _check(layers: list[Any]) -> None:
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    for layer in layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise ConfigurationError(
-                f"generate() of a pipeline keeps keys and values in caches that grow, and this cache has a "
-                f"{type(layer).__name__}; leave out this cache, or cache_implementation, or use use_cache=False"
-            )
 
 
 # Inputs that have a token of each position of a pass.

@@ -70,7 +70,7 @@ from plugins.hybrid_parallel.checkpoint.training_state import (
 )
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
-from plugins.hybrid_parallel.guards import check_boosted
+from plugins.hybrid_parallel.guards import check_boosted, check_dtype
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
 from shardformer.distributed.collectives import world_timeout
 from shardformer.distributed.process_groups import all_gather_json, gather_json
@@ -115,7 +115,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
             ConfigurationError: an argument is invalid.
         """
         check_boosted({"model": model})
-        _check_dtype(dtype)
+        check_dtype(dtype)
         if has_adapters(model.unwrap()):
             save_adapter_files(model, self.mesh, Path(directory), dtype)
         else:
@@ -155,7 +155,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
     ) -> Iterator[tuple[str, Any]]:
         """Return an iterator over (name, tensor) of what `save_model` would write; see `Booster.weights`."""
         check_boosted({"model": model})
-        _check_dtype(dtype)
+        check_dtype(dtype)
         if not isinstance(bucket_size_in_mb, int | float) or not bucket_size_in_mb > 0:
             raise ConfigurationError(f"bucket_size_in_mb={bucket_size_in_mb!r} is not a size; use for example 512")
         if to_rank is not None and to_rank not in range(dist.get_world_size()):
@@ -376,13 +376,6 @@ class HybridParallelCheckpointIO(CheckpointIO):
         """Return the result of `look` on rank 0: other ranks might see the file system at a later moment."""
         found = raise_on_all_ranks(lambda: look() if dist.get_rank() == 0 else None, group)
         return all_gather_json(found, group)[0]
-
-
-def _check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigurationError(
-            f"dtype={dtype!r} is no floating-point dtype of torch, to which weights are rounded; use torch.bfloat16"
-        )
 
 
 def _write_part(path: Path, sequence: int, snapshot: StateSnapshot) -> list[Any]:

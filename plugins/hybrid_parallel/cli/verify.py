@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -107,12 +106,6 @@ def plan_of_file(file: str) -> ProposedPlan:
         raise ConfigurationError(str(error)) from None
 
 
-def refuse_bad_output(output: str | None) -> None:
-    """Check that the plan can be written, before anything is trained."""
-    if output is not None and (Path(output).is_dir() or not Path(output).absolute().parent.is_dir()):
-        raise ConfigurationError(f"--output {output} cannot be written; name a file in an existing folder")
-
-
 def show(proposal: Proposal, output: str | None, quiet: bool) -> None:
     """Print the proposal unless `quiet`, and write its plan to `output` if that is a file's name."""
     if not quiet:
@@ -155,7 +148,13 @@ def main(arguments: Sequence[str]) -> int:
     refuse_without_pipeline(options.pp, options.schedule, options.chunks)
     plugin_options = {**layout_options(options), "zero_stage": options.zero}
     refuse_bad_places(options.json)
-    _refuse_mixed_plans(options)
+    output = options.output
+    if options.propose and options.plan is not None:
+        raise ConfigurationError(f"--propose derives a plan, and --plan {options.plan} gives one; use one of them")
+    if output is not None and not options.propose:
+        raise ConfigurationError(f"--output {output} needs a plan to write; add --propose")
+    if output is not None and (Path(output).is_dir() or not Path(output).absolute().parent.is_dir()):
+        raise ConfigurationError(f"--output {output} cannot be written; name a file in an existing folder")
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -173,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
         plugin_options["custom_policy"] = plan_of_file(options.plan).policy()
     world_size = options.tp * options.pp * options.cp * plugin_options["dp_size"]
     if world_size > _MOST_PROCESSES:
-        return _check_without_ranks(config, model_class, plugin_options, world_size, options.json)
+        return _without_ranks(config, model_class, plugin_options, world_size, options.json)
     found = verify(config, model_class, plugin_options, options.precision, options.steps, options.timeout, criterion)
     if not prints_json(options.json):
         sys.stdout.write(to_text(found))
@@ -182,7 +181,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if found.verdict.first is None else _DIFFERENT
 
 
-def _check_without_ranks(
+def _without_ranks(
     config: Any, model_class: type[nn.Module], plugin_options: dict[str, Any], world_size: int, path: Any
 ) -> int:
     """Check a layout with more ranks than this machine can start, axis by axis."""
@@ -234,15 +233,6 @@ def as_json(found: Verification) -> dict[str, Any]:
         "not_reached": found.verdict.untrained,
         "lines_not_run": found.lines_not_run,
     }
-
-
-def _refuse_mixed_plans(options: argparse.Namespace) -> None:
-    """Check the options about plans."""
-    if options.propose and options.plan is not None:
-        raise ConfigurationError(f"--propose derives a plan, and --plan {options.plan} gives one; use one of them")
-    if options.output is not None and not options.propose:
-        raise ConfigurationError(f"--output {options.output} needs a plan to write; add --propose")
-    refuse_bad_output(options.output)
 
 
 def _finite(value: float) -> float | None:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.groups import directory_of
 from plugins.hybrid_parallel.offload.stores import Copy, FileCopy, FileStore, Store
 from shardformer.utils.untraced import in_backward
@@ -44,17 +43,13 @@ class KeptTensor:
 
     def read(self) -> Tensor:
         """Return the tensor; RuntimeError if it changed in place: autograd leaves this check to who keeps it."""
-        self.check()
-        return self.tensor
-
-    def check(self) -> None:
-        """Refuse values that have changed since they were saved, as autograd does without hooks."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{self.tensor.type()} {list(self.shape)}] is at version {self.tensor._version}; expected version "
                 f"{self.version} instead"
             )
+        return self.tensor
 
     @property
     def shape(self) -> torch.Size:
@@ -85,10 +80,9 @@ class SavedTensor(KeptTensor):
 
     def read(self) -> Tensor:
         """Return the tensor, from memory or from its copy; raises RuntimeError if it has changed in place."""
-        self.check()
-        data = self.storage.read(self)
+        kept, data = super().read(), self.storage.read(self)
         if data is None:
-            return self.tensor
+            return kept
         # A view, so that a change in place of what one node reads is noticed by the others.
         whole = data[: len(data) // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
         return whole.as_strided(self._shape, self._stride, self._offset)
@@ -331,15 +325,6 @@ def activation_store(place: str | Path | None, device: torch.device) -> Store | 
     if place is None or device.type == "cpu":
         return file
     return PinnedStore(device) if file is None else StagedStore(device, file)
-
-
-def check_layers(place: str | Path | None, model: nn.Module) -> None:
-    """Refuse a model without layers."""
-    if place is not None and not any(layers_of(model)):
-        raise ConfigurationError(
-            f"{OPTION}={str(place)!r} moves what layers save, and {type(model).__name__} has none (in a ModuleList); "
-            f"use {OPTION}=None"
-        )
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

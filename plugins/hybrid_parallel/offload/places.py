@@ -16,7 +16,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
-from plugins.hybrid_parallel.offload.activations import OffloadedActivations, activation_store, check_layers
+from plugins.hybrid_parallel.offload.activations import OPTION, OffloadedActivations, activation_store, layers_of
 from plugins.hybrid_parallel.offload.stores import FileMemory, HostMemory, PagedFile, Store, open_unnamed
 from plugins.hybrid_parallel.zero.bucket_layout import StateMemory, Storage
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
@@ -59,6 +59,15 @@ class Offload(Feature):
                 activations.add(model.unwrap())
         model.runtime.register_microbatch_hook(lambda index: activations.begin_pass())
         model.around_passes.append(activations.around_pass)
+
+
+def check_layers(place: str | Path | None, model: nn.Module) -> None:
+    """Refuse a model without layers."""
+    if place is not None and not any(layers_of(model)):
+        raise ConfigurationError(
+            f"{OPTION}={str(place)!r} moves what layers save, and {type(model).__name__} has none (in a ModuleList); "
+            f"use {OPTION}=None"
+        )
 
 
 def check_places(optimizers: Sequence[torch.optim.Optimizer], config: HybridParallelConfig, device_type: str) -> None:

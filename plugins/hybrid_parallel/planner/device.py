@@ -105,56 +105,38 @@ class Device:
 # The memory of the host is that of two sockets with eight channels of DDR4-3200 or DDR5-4800, half of which streams,
 # shared by eight devices. The directory of a device is assumed to have half of what an NVMe drive of PCIe 3.0 x4 reads
 # (3.2 GB/s), since as much is written as read; `--disk` gives another number.
-PRESETS: dict[str, Device] = {
-    device.name: device
-    for device in (
-        Device(
-            name="A100",
-            memory=80e9,
-            flops={"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12},
-            matmul_efficiency=0.72,
-            bandwidth=0.85 * 2.04e12,
-            inside=Link(5e-6, 0.78 * 300e9),
-            between=Link(12e-6, 0.85 * 25e9),
-        ),
-        Device(
-            name="H100",
-            memory=80e9,
-            flops={"bf16": 989e12, "fp16": 989e12, "fp32": 67e12},
-            matmul_efficiency=0.70,
-            matmul_half=6e9,
-            bandwidth=0.85 * 3.35e12,
-            inside=Link(5e-6, 0.80 * 450e9),
-            between=Link(12e-6, 0.85 * 50e9),
-            host_link=0.8 * 64e9,
-            host_bandwidth=38e9,
-        ),
-        Device(
-            name="H200",
-            memory=141e9,
-            flops={"bf16": 989e12, "fp16": 989e12, "fp32": 67e12},
-            matmul_efficiency=0.78,
-            matmul_half=6e9,
-            bandwidth=0.85 * 4.8e12,
-            inside=Link(5e-6, 0.80 * 450e9),
-            between=Link(12e-6, 0.85 * 50e9),
-            host_link=0.8 * 64e9,
-            host_bandwidth=38e9,
-        ),
-        Device(
-            name="B200",
-            memory=180e9,
-            flops={"bf16": 2250e12, "fp16": 2250e12, "fp32": 80e12},
-            matmul_efficiency=0.70,
-            matmul_half=12e9,
-            bandwidth=0.85 * 8e12,
-            inside=Link(5e-6, 0.80 * 900e9),
-            between=Link(12e-6, 0.85 * 50e9),
-            host_link=0.8 * 64e9,
-            host_bandwidth=38e9,
-        ),
-    )
-}
+_H100 = Device(
+    name="H100",
+    memory=80e9,
+    flops={"bf16": 989e12, "fp16": 989e12, "fp32": 67e12},
+    matmul_efficiency=0.70,
+    matmul_half=6e9,
+    bandwidth=0.85 * 3.35e12,
+    inside=Link(5e-6, 0.80 * 450e9),
+    between=Link(12e-6, 0.85 * 50e9),
+    host_link=0.8 * 64e9,
+    host_bandwidth=38e9,
+)
+_A100 = Device(
+    name="A100",
+    memory=80e9,
+    flops={"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12},
+    matmul_efficiency=0.72,
+    bandwidth=0.85 * 2.04e12,
+    inside=Link(5e-6, 0.78 * 300e9),
+    between=Link(12e-6, 0.85 * 25e9),
+)
+_H200 = replace(_H100, name="H200", memory=141e9, matmul_efficiency=0.78, bandwidth=0.85 * 4.8e12)
+_B200 = replace(
+    _H100,
+    name="B200",
+    memory=180e9,
+    flops={"bf16": 2250e12, "fp16": 2250e12, "fp32": 80e12},
+    matmul_half=12e9,
+    bandwidth=0.85 * 8e12,
+    inside=Link(5e-6, 0.80 * 900e9),
+)
+PRESETS: dict[str, Device] = {device.name: device for device in (_A100, _H100, _H200, _B200)}
 
 
 def preset(name: str, **changes: float | int | Link | None) -> Device:

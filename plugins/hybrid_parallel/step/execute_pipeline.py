@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from booster.plugin import PipelineResult
 from plugins.hybrid_parallel.data.microbatch import as_batch, nothing_of
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP
+from plugins.hybrid_parallel.guards import refuse_backward_of_step
 from plugins.hybrid_parallel.loss.arithmetic import scaled
 from plugins.hybrid_parallel.loss.step_loss import NoLoss, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PassState
@@ -63,16 +64,8 @@ def run_batch(
         reducer.finish(factor)
     if value is not None:
         value = value.to(torch.float64 if model.options.dtype == torch.float64 else torch.float32)
-        value.backward, value.__getstate__ = _refuse_backward, _no_state
+        value.backward, value.__getstate__ = refuse_backward_of_step, _no_state
     return PipelineResult(value, None if outputs is None else _share_outputs(model, outputs, split))
-
-
-def _refuse_backward(*args: Any, **kwargs: Any) -> NoReturn:
-    """Replace `backward` of the loss of a step, which has no graph."""
-    raise ConfigurationError(
-        "result.loss.backward() has nothing to do: execute_pipeline runs the backward pass itself where it gets "
-        "optimizer=optimizer; call optimizer.step()"
-    )
 
 
 def _no_state() -> None:

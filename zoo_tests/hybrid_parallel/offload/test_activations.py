@@ -23,8 +23,8 @@ from benchmarks.live_bytes import LiveBytes
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.offload import activations as module
 from plugins.hybrid_parallel.offload.activations import OPTION, OffloadedActivations, layers_of
+from plugins.hybrid_parallel.offload.places import check_layers
 from plugins.hybrid_parallel.offload.stores import FileSpace, FileStore
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import run_on_ranks
@@ -281,6 +281,6 @@ def test_a_full_disk_stops_the_step(tmp_path: Path) -> None:
 
 def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="moves what layers save, and Linear has none"):
-        module.check_layers(tmp_path, nn.Linear(2, 2))
-    module.check_layers(None, nn.Linear(2, 2))
+        check_layers(tmp_path, nn.Linear(2, 2))
+    check_layers(None, nn.Linear(2, 2))
     assert len(layers_of(Layers(3))) == 3

@@ -231,7 +231,16 @@ class ThreeDPlugin(HybridParallelPlugin):
         if self._cuts_batch_itself:
             options.pop("num_microbatches", None)
         super().__init__(**{**options, **overrides})
-        self._check_options()
+        problems = []
+        if self.config.parallel.device_mapping is not None:
+            problems.append("device_mapping conflicts with parallel_config; use the order of ranks there")
+        kernels = self.config.kernels
+        if self.three_d.custom_patcher and (kernels.enable_jit_fused or kernels.enable_all_optimization):
+            problems.append("custom_patcher patches layers that fused operators take apart; use enable_jit_fused=False")
+        if self.three_d.logit_helper is not None and self.config.parallel.enable_sequence_parallelism:
+            problems.append("logit_helper needs whole sequences; use enable_sequence_parallelism=False")
+        if problems:
+            raise ConfigurationError("; ".join(problems))
         if config.deepspeed is not None:
             config.deepspeed.tell_what_is_left()
         self.optimizer: torch.optim.Optimizer | None = None
@@ -317,18 +326,6 @@ class ThreeDPlugin(HybridParallelPlugin):
             for replica in range(data)
         ]
         return None if ranks == in_order else ranks
-
-    def _check_options(self) -> None:
-        problems = []
-        if self.config.parallel.device_mapping is not None:
-            problems.append("device_mapping conflicts with parallel_config; use the order of ranks there")
-        kernels = self.config.kernels
-        if self.three_d.custom_patcher and (kernels.enable_jit_fused or kernels.enable_all_optimization):
-            problems.append("custom_patcher patches layers that fused operators take apart; use enable_jit_fused=False")
-        if self.three_d.logit_helper is not None and self.config.parallel.enable_sequence_parallelism:
-            problems.append("logit_helper needs whole sequences; use enable_sequence_parallelism=False")
-        if problems:
-            raise ConfigurationError("; ".join(problems))
 
     def _check_loaders(self, loaders: Sequence[DataLoader]) -> None:
         """Check that at least one loader yields the batch of a whole step."""
