@@ -72,13 +72,11 @@ def names_read_by(function: Any) -> set[str]:
     return set() if code is None else set(_names_in(code))
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    if any(each.opname == "BINARY_OP" and each.argrepr == "@" for each in dis.get_instructions(code)):
-        yield "matmul"
-    for constant in code.co_consts:  # nested functions and comprehensions
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+@cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    product = any(each.opname == "BINARY_OP" and each.argrepr == "@" for each in dis.get_instructions(code))
+    nested = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]  # functions, comprehensions
+    return frozenset(code.co_names).union(["matmul"] if product else [], *nested)
 
 
 def with_globals(function: FunctionType, values: dict[str, Any]) -> FunctionType:

@@ -23,7 +23,7 @@ from pathlib import Path
 from torch import nn
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.verify.image_twin import image_twin_of
+from plugins.hybrid_parallel.verify.image_twin import NoMediaError
 from plugins.hybrid_parallel.verify.train import train_reference
 from shardformer.policies import families
 from shardformer.policies.plans.policy import PlanPolicy, attention_outside
@@ -32,7 +32,7 @@ from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict
 from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, read_log
 from zoo_tests.harness.ranks import stop_pools
-from zoo_tests.harness.sound_twin import sound_twin_of
+from zoo_tests.harness.sound_twin import media_twin_of
 from zoo_tests.harness.trusted_policy import TRUSTED
 
 _TABLE = Path(families.__file__).parent / "divided_sequences.json"
@@ -128,10 +128,11 @@ def plain_run_with_images(plain: PlainRun, policy: PlanPolicy) -> PlainRun | Non
     policy.set_model(model)
     if policy.stages is None or not has_towers(model, [layout.layers for layout in policy.stages.chain]):
         return plain
-    twin = image_twin_of(plain.case.tiny_model) or sound_twin_of(plain.case.tiny_model)
-    if twin is None:
+    try:
+        case = replace(plain.case, tiny_model=media_twin_of(plain.case.tiny_model))
+    except NoMediaError as error:
+        sys.stdout.write(f"{type(model).__name__}: {error}\n")
         return None
-    case = replace(plain.case, tiny_model=twin)
     return PlainRun(case, train_reference(case))
 
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from plugins.hybrid_parallel.verify.image_twin import image_twin_of
+from plugins.hybrid_parallel.verify.image_twin import NoMediaError
 from plugins.hybrid_parallel.verify.propose import share_cut
 from plugins.hybrid_parallel.verify.train import train_reference
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict, twin_of
 from zoo_tests.campaigns.census.verdict import EXACT, Verdict, append, kind_of, read_log, reasons
 from zoo_tests.harness.ranks import stop_pools
-from zoo_tests.harness.sound_twin import sound_twin_of
+from zoo_tests.harness.sound_twin import media_twin_of
 
 _SOME = "-some"
 _LAYOUTS = ("tp2pp2", "tp2", "pp2", "sp2", "cp2", f"pp2{_SOME}", f"dp2{_SOME}")
@@ -85,7 +85,7 @@ class Images:
             for name, each in tried.items()
         ]
         table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-        others = "\n".join(f"- {name}" for name in self.verdicts if name not in tried)
+        others = "\n".join(f"- {name}: {each.plain}" for name, each in self.verdicts.items() if name not in tried)
         return f"{head}{table}\n\n## Reasons\n\n{reasons(tried)}\n\n## Without a batch\n\n{others}\n"
 
 
@@ -143,8 +143,10 @@ def classes_with_towers() -> list[HeadClass]:
 
 def train(head: HeadClass, layouts: list[str], known: Verdict) -> None:
     """Train a class in each layout that is not known yet, and measure what two tensor-parallel ranks divide."""
-    plain = plain_with_inputs(head, in_some=False)
-    if plain is None:
+    try:
+        plain = plain_with_inputs(head, in_some=False)
+    except NoMediaError as error:
+        known.plain = str(error)
         return
     known.plain = EXACT
     missing = [layout for layout in layouts if layout not in known.layouts]
@@ -158,15 +160,16 @@ def train(head: HeadClass, layouts: list[str], known: Verdict) -> None:
     known.share.parameters, known.share.flops = cut.parameters, cut.flops
 
 
-def plain_with_inputs(head: HeadClass, in_some: bool) -> PlainRun | None:
-    """Plain training with images or sounds, of half of the samples or all; None if no batch for them was made."""
+def plain_with_inputs(head: HeadClass, in_some: bool) -> PlainRun:
+    """Plain training with images or sounds, of half of the samples or all.
+
+    Raises:
+        NoMediaError: no batch for them was made.
+    """
     without = plain_run(head)
     if isinstance(without, str):
-        return None
-    twin = image_twin_of(without.case.tiny_model) or sound_twin_of(without.case.tiny_model)
-    if twin is None:
-        return None
-    case = replace(without.case, tiny_model=replace(twin, in_some=in_some))
+        raise NoMediaError(without)
+    case = replace(without.case, tiny_model=replace(media_twin_of(without.case.tiny_model), in_some=in_some))
     return PlainRun(case, train_reference(case))
 
 

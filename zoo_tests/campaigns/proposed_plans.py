@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from plugins.hybrid_parallel.verify.compare import TOLERANCES
-from plugins.hybrid_parallel.verify.image_twin import image_twin_of
+from plugins.hybrid_parallel.verify.image_twin import NoMediaError, image_twin_of
 from plugins.hybrid_parallel.verify.propose import propose_verified, share_cut
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from shardformer.policies import families
@@ -214,7 +214,14 @@ def complete(pattern: str) -> None:
 def _seeing(subject: tuple[TinyModel, str]) -> list[tuple[TinyModel, str]]:
     """The subject with images, and with sounds, in its batches: a tower that gets none tells nothing."""
     twin, precision = subject
-    found = [(each, precision) for make in (image_twin_of, sound_twin_of) if (each := make(twin)) is not None]
+    found, reasons = [], []
+    for make in (image_twin_of, sound_twin_of):
+        try:
+            found.append((make(twin), precision))
+        except NoMediaError as error:
+            reasons.append(str(error))
+    if not found:
+        sys.stdout.write(f"{twin.name}, texts alone: {'; '.join(reasons)}\n")
     return found or [subject]
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from plugins.hybrid_parallel.verify.image_twin import image_twin_of
+from plugins.hybrid_parallel.verify.image_twin import NoMediaError, image_twin_of
 from plugins.hybrid_parallel.verify.random_batch import distance_from_wave
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import Criterion, RandomLossError, VerifyCase, train_reference
@@ -72,7 +72,10 @@ def plain_of(facts: Mapping[str, Any]) -> tuple[HeadClass, PlainRun]:
     config.use_cache = False
     twin = TinyModel(head.module, head.name, config, torch.float64, None)
     if hasattr(config, "vision_config"):
-        twin = image_twin_of(twin) or twin
+        try:
+            twin = image_twin_of(twin)
+        except NoMediaError as error:
+            print(f"{head.name}: {error}", file=sys.stderr)
     criterion = None
     if facts.get("has_loss") is False:
         twin, criterion = replace(twin, has_labels=False), distance_from_wave
@@ -124,14 +127,15 @@ def sweep(only: str, known: Mapping[str, Any], until: float) -> Iterator[tuple[s
 def page(found: Mapping[str, Mapping[str, str]]) -> str:
     """The page of the documentation."""
     facts, layouts = published(), (*LAYOUTS, _EXPERTS)
+    classes = {name: each["class"].partition("/")[2] for name, each in facts.items()}
     rows = ["| Checkpoint | Class | " + " | ".join(layouts) + " |", "|---" * (len(layouts) + 2) + "|"]
     for name in sorted((name for name in facts if name in found), key=str.lower):
         cells = [kind_of(found[name][layout]) if layout in found[name] else "" for layout in layouts]
-        rows.append(f"| {name} | `{facts[name]['class'].partition('/')[2]}` | {' | '.join(cells)} |")
+        rows.append(f"| {name} | `{classes[name]}` | {' | '.join(cells)} |")
     counts = [[kind_of(each[layout]) for each in found.values() if layout in each] for layout in layouts]
     exact = " | ".join(f"{kinds.count(EXACT)} of {len(kinds)}" for kinds in counts)
     rows.append(f"| exact | | {exact} |")
-    why = reasons({f"{facts[name]['class']}": verdicts for name, verdicts in found.items() if name in facts})
+    why = reasons({f"{name}/{classes[name]}": found[name] for name in facts if name in found})  # several have one class
     left = ", ".join(name for name in facts if name not in found)
     untried = f"\nIn `published.json`, and not trained yet: {left}.\n" if left else ""
     table = "\n".join(rows) + f"\n{untried}\n## What is not exact\n\n{why}\n"

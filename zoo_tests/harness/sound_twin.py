@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plugins.hybrid_parallel.verify.image_twin import in_some
+from plugins.hybrid_parallel.verify.image_twin import NoMediaError, brief, image_twin_of, in_some
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel
 
 _TOKEN, _TEXT = 97, 8  # in the vocabulary of tiny models; tokens of text behind those of a sound
@@ -57,8 +58,28 @@ class SoundTwin(TinyModel):
         return sounds | {name: torch.ones(rows, frames, dtype=torch.long) for name in masks}
 
 
-def sound_twin_of(twin: TinyModel) -> SoundTwin | None:
-    """The twin with sounds in the form in which they reach the loss; None if there is none."""
+def media_twin_of(twin: TinyModel) -> TinyModel:
+    """The twin with images, or with sounds where it takes none.
+
+    Raises:
+        NoMediaError: it takes neither.
+    """
+    try:
+        return image_twin_of(twin)
+    except NoMediaError as images:
+        try:
+            return sound_twin_of(twin)
+        except NoMediaError as sounds:
+            raise NoMediaError(f"{images}; {sounds}") from None
+
+
+def sound_twin_of(twin: TinyModel) -> SoundTwin:
+    """The twin with sounds in the form in which they reach the loss.
+
+    Raises:
+        NoMediaError: there is none; it names the errors.
+    """
+    reasons = {}
     config = type(twin.config).from_dict(twin.config.to_dict())
     for name in _NAMES:
         if hasattr(config, name):
@@ -73,11 +94,13 @@ def sound_twin_of(twin: TinyModel) -> SoundTwin | None:
             counted = replace(found, tokens=tokens)
             try:
                 model(**counted.batch(model, 0, 2)).loss.backward()
-            except Exception:  # forwards raise arbitrary exception types
+            except Exception as error:  # forwards raise arbitrary exception types
+                reasons[re.sub(r"\d+", "*", brief(error))] = None
                 continue
             if any(parameter.grad is not None and parameter.grad.any() for parameter in _of_projections(model)):
                 return counted
-    return None
+            reasons["sounds do not reach the loss"] = None
+    raise NoMediaError(f"no batch of sounds was found that it takes ({'; '.join(reasons)})")
 
 
 def frames_of(tower: Any) -> int:

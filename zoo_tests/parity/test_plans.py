@@ -20,7 +20,6 @@ from transformers import BioGptConfig, BioGptForCausalLM
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.verify.image_twin import image_twin_of
 from plugins.hybrid_parallel.verify.propose import share_cut
 from plugins.hybrid_parallel.verify.train import train_reference
 from shardformer.policies import families
@@ -31,7 +30,7 @@ from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verd
 from zoo_tests.campaigns.divided_sequences import families_to_ship, merged, plain_run_with_images
 from zoo_tests.docs.pages import REPOSITORY, rows_of
 from zoo_tests.harness.ranks import distributed, run_on_ranks
-from zoo_tests.harness.sound_twin import sound_twin_of
+from zoo_tests.harness.sound_twin import media_twin_of, sound_twin_of
 
 _PAGE = REPOSITORY / "docs" / "results" / "coverage.md"
 # One of each kind of layer, for the fast part.
@@ -133,7 +132,7 @@ def test_what_a_plan_of_transformers_leaves_whole_is_divided(name: str, least: f
 def test_towers_of_images_and_sounds_are_divided(name: str, least: float) -> None:
     [head] = [head for head in head_classes() if head.name == name]
     case = plain_run(head).case
-    twin = image_twin_of(case.tiny_model) or sound_twin_of(case.tiny_model)
+    twin = media_twin_of(case.tiny_model)
     case = replace(case, tiny_model=twin)
     assert sharded_verdict(head, "tp2", PlainRun(case, train_reference(case))) == "exact"
     assert share_cut(twin.build, twin.batch(twin.build(), 0, 2)).flops > least

@@ -329,9 +329,10 @@ class _Place:
     """What the ranks of one run share. A rank runs while it holds `turn`."""
 
     def __init__(self, world_size: int) -> None:
-        self.turn = threading.Condition()
+        self.turn = threading.RLock()
         self.num_running = world_size  # ranks that have not ended
-        self._waits: dict[int, Callable[[], bool]] = {}  # by thread
+        # By thread: what it waits for, and what wakes it alone; all of 16 would wake for each message.
+        self._waits: dict[int, tuple[Callable[[], bool], threading.Condition]] = {}
         self.meetings: dict[tuple, _Meeting] = {}
         self.messages: dict[tuple, dict[int, Tensor]] = defaultdict(dict)
         self.errors: list[BaseException] = []
@@ -340,20 +341,26 @@ class _Place:
         """Let other ranks run until `is_done`."""
         if is_done() and not self.errors:
             return
-        state, own = torch.get_rng_state(), threading.get_ident()
-        self._waits[own] = is_done
+        state, own, condition = torch.get_rng_state(), threading.get_ident(), threading.Condition(self.turn)
+        self._waits[own] = is_done, condition
         self.end_deadlock()
-        self.turn.wait_for(lambda: self.errors or is_done())
+        condition.wait_for(lambda: self.errors or is_done())
         del self._waits[own]
         if self.errors:
             raise _EndOfRank
         torch.set_rng_state(state)
 
+    def wake(self) -> None:
+        """Let those ranks go on that have what they wait for; all after an error."""
+        for is_done, condition in self._waits.values():
+            if self.errors or is_done():
+                condition.notify()
+
     def end_deadlock(self) -> None:
         """End all ranks if each waits for another."""
-        if self._waits and len(self._waits) == self.num_running and not any(done() for done in self._waits.values()):
+        if self._waits and len(self._waits) == self.num_running and not any(done() for done, _ in self._waits.values()):
             self.errors.append(RuntimeError("all ranks wait for messages or collectives that no other takes part in"))
-            self.turn.notify_all()
+            self.wake()
 
 
 class _Work:
@@ -404,7 +411,7 @@ class _ThreadGroup(dist.ProcessGroup):
         if not meeting.num_missing:
             collective.work(meetings.pop(key).given)
             meeting.given.clear()
-            self._place.turn.notify_all()
+            self._place.wake()
         return _Work(self._place, lambda: not meeting.num_missing)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> _Work:
@@ -447,7 +454,7 @@ class _ThreadGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> _Work:
         number, self._sent[to, tag] = self._sent[to, tag], self._sent[to, tag] + 1
         self._place.messages[self.name, self._own, to, tag][number] = tensors[0].detach().clone()
-        self._place.turn.notify_all()
+        self._place.wake()
         return _Work(self._place, lambda: True)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Work:
@@ -532,7 +539,7 @@ def run_on_threads(
             finally:
                 place.num_running -= 1
                 place.end_deadlock()
-                place.turn.notify_all()
+                place.wake()
 
     with _worlds_of_threads() as threads, torch.autograd.set_multithreading_enabled(False):
         state = torch.get_rng_state()

@@ -27,7 +27,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from shardformer.distributed.process_groups import broadcast_json
 
 _MOST_RANKS = 8  # of a layout that is checked as it is
-_LONGEST_AXIS = 16
+_LONGEST_AXES = {"tp": 16, "cp": 16, "ep": 16, "pp": 8}  # stages have a layer each, of which each rank builds all
 _EXPERTS = 4  # of a small copy
 _MAX_NORM = 0.05  # of gradients that are clipped, for which those of a small copy are large enough
 # Options that decide what is computed where. The others are about devices, files, memory and time.
@@ -60,7 +60,7 @@ def checked_layouts(options: Mapping[str, Any], world_size: int) -> Iterator[tup
     """Yield the layouts that stand for one of any size: options, and number of ranks.
 
     A layout of up to 8 ranks stands for itself, and has at most two replicas. Of a larger one all axes together are
-    tried with two ranks each, and each axis alone with all of its ranks, up to 16.
+    tried with two ranks each, and each axis alone with all of its ranks, up to 16, or 8 stages.
     """
     parallel = HybridParallelConfig.from_options(**options).parallel
     kept = {name: options[name] for name in _KEPT if name in options}
@@ -89,9 +89,9 @@ def checked_layouts(options: Mapping[str, Any], world_size: int) -> Iterator[tup
         yield exact
         return
     yield layout({axis: min(size, 2) for axis, size in sizes.items()}, 1)
-    for axis in ("tp", "cp", "ep", "pp"):  # stages take longest
+    for axis, longest in _LONGEST_AXES.items():
         if (size := sizes[axis]) > 2:
-            yield layout(dict.fromkeys(sizes, 1) | {axis: min(size, _LONGEST_AXIS)}, 1)
+            yield layout(dict.fromkeys(sizes, 1) | {axis: min(size, longest)}, 1)
 
 
 _LONGEST_READ_S = 10  # of a batch

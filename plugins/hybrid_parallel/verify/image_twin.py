@@ -76,8 +76,17 @@ def in_some(rows: int, media: dict[str, Tensor]) -> list[int]:
     return [0] * without + [1] * (rows - without - 1) + [2]
 
 
-def image_twin_of(twin: TinyModel) -> ImageTwin | None:
-    """Return the twin with images in the first style in which they reach the loss; None if there is none."""
+class NoMediaError(ValueError):
+    """Says why no batch of images or sounds reaches the loss of a model."""
+
+
+def image_twin_of(twin: TinyModel) -> ImageTwin:
+    """Return the twin with images in the first style in which they reach the loss.
+
+    Raises:
+        NoMediaError: there is none; it names the error of each style.
+    """
+    reasons = {}
     for style in STYLES:
         config = type(twin.config).from_dict(twin.config.to_dict())
         fit_towers(config)
@@ -86,11 +95,18 @@ def image_twin_of(twin: TinyModel) -> ImageTwin | None:
         try:
             model = found.build()
             model(**found.batch(model, 0, 2)).loss.backward()
-        except Exception:  # forwards raise arbitrary exception types
+        except Exception as error:  # forwards raise arbitrary exception types
+            reasons[brief(error)] = None
             continue
         if any(module.weight.grad is not None and module.weight.grad.any() for module in _projections_of_towers(model)):
             return found
-    return None
+        reasons["images do not reach the loss"] = None
+    raise NoMediaError(f"no batch of images was found that it takes ({'; '.join(reasons)})")
+
+
+def brief(error: Exception) -> str:
+    """Return the type and the first words of an error."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:60]}"
 
 
 def fit_towers(config: Any) -> None:

@@ -32,6 +32,11 @@ def takes_labels(model_class: type[nn.Module]) -> bool:
     return bool((_LABELS | {_OF_PAIRS}) & set(inspect.signature(model_class.forward).parameters))
 
 
+def takes_pairs(model_class: type[nn.Module]) -> bool:
+    """Return whether the class compares texts with images, as CLIP does, where it is asked for a loss."""
+    return {_OF_PAIRS, "pixel_values"} <= inspect.signature(model_class.forward).parameters.keys()
+
+
 def kind_of(model: nn.Module) -> str:
     """Return the task of a head: "ForCausalLM", "ForImageClassification", …, or "other"."""
     name = type(model).__name__
@@ -83,8 +88,8 @@ def _main_input(model: nn.Module, step: int, rows: int, generator: torch.Generat
     if "input_ids" in takes:
         shape = (rows, 3) if kind_of(model) == "ForMultipleChoice" else (rows,)
         text = ragged_text(shape, max(11 - 2 * step, 5), generator)
-        is_of_pairs = {_OF_PAIRS, "pixel_values"} <= takes.keys() and hasattr(model.config, "vision_config")
-        pair = _images(model.config.vision_config, rows, generator) | {_OF_PAIRS: True} if is_of_pairs else {}
+        has_tower = takes_pairs(type(model)) and hasattr(model.config, "vision_config")
+        pair = _images(model.config.vision_config, rows, generator) | {_OF_PAIRS: True} if has_tower else {}
         return {name: value for name, value in text.items() if name in takes} | pair
     if "pixel_values" in takes:
         return _images(model.config, rows, generator)

@@ -18,7 +18,7 @@ from shardformer.policies.module_edits import (
     share_feature_statistics,
 )
 from shardformer.shard_config import ShardConfig
-from shardformer.utils.module_paths import join, path_of, starred
+from shardformer.utils.module_paths import join, starred
 
 MIXER = "attention_heads"  # the style of a part that a rule cuts
 
@@ -119,14 +119,14 @@ class Attention(Mixer):
 
     def complete(self, policy: HeadCounts, path: str, owner: nn.Module, description: ModulePolicyDescription) -> None:
         """Add norms of heads, and the local number of query heads of a key/value head."""
-        description.attribute_replacement |= _local_groups(policy, owner)
+        description.attribute_replacement |= _local_groups(policy, path, owner)
         description.sub_module_replacement += _head_norms(policy, path, owner)
         description.param_replacement += _norms_by_head(policy, path, owner)
 
 
-def _local_groups(policy: HeadCounts, owner: nn.Module) -> dict[str, int]:
+def _local_groups(policy: HeadCounts, path: str, owner: nn.Module) -> dict[str, int]:
     """Return the local number of query heads per key/value head if key/value heads are copied; else nothing."""
-    groups, path = getattr(owner, "num_key_value_groups", None), path_of(policy.model, owner)
+    groups = getattr(owner, "num_key_value_groups", None)
     # A part of an attention may count them as well (NeoMME).
     paths = [each for each in (path, path.rpartition(".")[0]) if policy.plan.get(starred(join(each, "k_proj")))]
     if not isinstance(groups, int) or not paths or policy.plan[starred(join(paths[0], "k_proj"))] != "colwise":

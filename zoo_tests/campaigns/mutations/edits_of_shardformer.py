@@ -34,9 +34,9 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (f"{PARITY}[llama-causal_lm-tp2-zero1]",),
     ),
     "bias of a row layer added by every rank": Edit(
-        "shardformer.matmul.kernel",
-        "layer.own_features(x), None)",
-        "layer.own_features(x), layer.bias)",
+        "shardformer.matmul.native",
+        "self.multiply(layer, layer.own_features(x), None)",
+        "self.multiply(layer, layer.own_features(x), layer.bias)",
         (f"{PARITY}[bert-masked_lm-tp2-zero1]",),
     ),
     "tokens of other ranks looked up as the first row": Edit(
@@ -334,9 +334,9 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (f"{PARITY}[qwen3-causal_lm-tp4-zero1-fp32-{_KERNELS}-enable_jit_fused=True]",),
     ),
     "fused query, key and value cut as one": Edit(
-        "shardformer.policies.families.decoders",
-        'num_heads=HEADS, part_size="hidden_size")',
-        "num_heads=HEADS)",
+        "shardformer.layers.linear",
+        "    part_size = part_size or features\n",
+        "    part_size = features\n",
         (f"{PARITY}[gpt2-lm_head-tp2-zero1]",),
     ),
     "position bias does not travel to the next stage": Edit(
