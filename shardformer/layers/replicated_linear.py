@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from shardformer.matmul.kernel import WeightGradStore, embedding
+from shardformer.matmul.kernel import WeightGradStore, embedding, has_grad_buffer
 from shardformer.matmul.native import MatmulLayer
 from shardformer.matmul.quantised import is_quantised
 from shardformer.utils.derived_modules import derive, replace_modules
@@ -62,10 +62,20 @@ def replicated_linear(module: nn.Module) -> nn.Module | None:
     return derive(module, Conv1D) if is_conv1d else None
 
 
-def replace_native_layers(model: nn.Module) -> None:
-    """Replace the linear layers and embeddings of torch and transformers below `model` by those of this file."""
-    found = {module: replicated_linear(module) or _replicated_embedding(module) for module in model.modules()}
+def replace_native_layers(model: nn.Module, with_buffers: bool = False) -> None:
+    """Replace the linear layers and embeddings of torch and transformers below `model` by those of this file.
+
+    Args:
+        with_buffers: only those on whose weight's gradient a buffer waits.
+    """
+    chosen = [module for module in model.modules() if not with_buffers or _has_buffer(module)]
+    found = {module: replicated_linear(module) or _replicated_embedding(module) for module in chosen}
     replace_modules(model, {module: new for module, new in found.items() if new is not None and new is not module})
+
+
+def _has_buffer(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and has_grad_buffer(weight)
 
 
 def defer_weight_grads(model: nn.Module, store: WeightGradStore) -> None:

@@ -98,7 +98,10 @@ class Products:
     def write_grad_weight(self, place: Tensor, adds: bool, grad: Tensor, x: Tensor, transposed: bool = False) -> None:
         """Write the gradient of W, or of its transpose, to `place`, or add it to the contents of `place`."""
         first, second = (x.t(), grad) if transposed else (grad.t(), x)
-        place.addmm_(first, second, beta=int(adds))
+        if place.dtype == first.dtype:
+            place.addmm_(first, second, beta=int(adds))
+        else:  # on a GPU: products of 16 bit are sums in fp32
+            torch.addmm(place, first, second, beta=int(adds), out_dtype=place.dtype, out=place)
 
 
 def no_view(x: Tensor) -> Tensor:
@@ -124,11 +127,15 @@ def _is_eligible(tensor: Tensor) -> bool:
 
 
 _NATIVE = Products()
-# (parameter, function that computes its gradient)
-DeferredWeightGrads = list[tuple[nn.Parameter, Callable[[], Tensor]]]
+# (parameter, function that computes its gradient, or writes it to its buffer and returns None)
+DeferredWeightGrads = list[tuple[nn.Parameter, Callable[[], Tensor | None]]]
+# Elements of a weight from which the 4 bytes an element that a GPU saves by writing to a buffer outweigh the 12 µs that
+# a node of our own takes the host longer than torch's.
+_WORTH_A_NODE = 10 * 2**20
 # Called just before the product, with the product's dtype. Returns memory in the parameter's shape and whether to add
 # to its contents; or None. The provider then finds that memory in `parameter.grad`, unless autograd had to accumulate
-# gradients from other uses of the parameter.
+# gradients from other uses of the parameter. On a GPU products of 16 bit may go to memory of fp32. Autograd would round
+# them, so it gets None.
 GradBuffer = Callable[[torch.dtype], tuple[Tensor, bool] | None]
 
 
@@ -160,7 +167,8 @@ def run_deferred(deferred: DeferredWeightGrads) -> None:
     for parameter, compute in deferred:
         with torch.no_grad():
             gradient = compute()
-        torch.autograd.backward(parameter, gradient)
+        if gradient is not None:
+            torch.autograd.backward(parameter, gradient)
     deferred.clear()
 
 
@@ -168,6 +176,8 @@ def weight_gradient(
     weight: Tensor, flat_grad: Tensor, flat_x: Tensor, backend: Products, store: WeightGradStore | None
 ) -> Tensor | None:
     """Compute the gradient of `weight` in y = x W^T; in the first half of a split backward, defer it and return None.
+
+    It is None also where autograd need not know of it; see `GradBuffer`.
 
     Args:
         weight: [out, in]; a parameter, or the transpose of one.
@@ -184,18 +194,19 @@ def weight_gradient(
         store.deferred.append((parameter, compute))
         return None
     gradient = _compute(parameter, flat_grad, flat_x, is_transposed, backend)
-    return gradient.t() if is_transposed else gradient
+    return gradient.t() if is_transposed and gradient is not None else gradient
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Look up the rows `ids` of `weight`, [rows, hidden]: [..., hidden]; row `padding_idx` gets no gradient."""
-    has_own = weight.is_leaf and _writes_to_buffer(weight)
+    has_own = weight.is_leaf and not weight.is_cuda and _writes_to_buffer(weight)
     return _Lookup.apply(ids, weight, padding_idx) if has_own else F.embedding(ids, weight, padding_idx)
 
 
 def has_grad_buffer(parameter: Tensor) -> bool:
-    """Return whether a gradient buffer is attached to the parameter."""
-    return hasattr(parameter, "grad_buffer")
+    """Return whether a gradient buffer is attached to the parameter, for which a node of ours replaces one of torch."""
+    is_worth_it = not parameter.is_cuda or parameter.numel() >= _WORTH_A_NODE
+    return is_worth_it and hasattr(parameter, "grad_buffer")
 
 
 def attach_grad_buffer(parameter: nn.Parameter, place: GradBuffer) -> None:
@@ -203,8 +214,10 @@ def attach_grad_buffer(parameter: nn.Parameter, place: GradBuffer) -> None:
     parameter.grad_buffer = place
 
 
-def _compute(parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, backend: Products) -> Tensor:
-    """Compute the gradient of a parameter, in its shape."""
+def _compute(
+    parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed: bool, backend: Products
+) -> Tensor | None:
+    """Compute the gradient of a parameter, in its shape; None if autograd need not know of it."""
     offered = getattr(parameter, "grad_buffer", None)
     fits = offered is not None and backend.writes_gradients and flat_grad.dtype == flat_x.dtype
     place = offered(flat_grad.dtype) if fits else None
@@ -212,7 +225,7 @@ def _compute(parameter: Tensor, flat_grad: Tensor, flat_x: Tensor, is_transposed
         return backend.grad_weight(flat_grad, flat_x, is_transposed)
     memory, adds = place
     backend.write_grad_weight(memory, adds, flat_grad, flat_x, is_transposed)
-    return memory
+    return None if memory.is_cuda else memory
 
 
 def linear(

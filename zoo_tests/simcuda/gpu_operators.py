@@ -16,4 +16,4 @@ def _add_product(
 ) -> Tensor:
     """Add a product of 16 bit to a tensor of 32; sums are in fp32, as in the products of a GPU."""
     product = mat1.to(out_dtype) @ mat2.to(out_dtype)
-    return out.copy_(beta * self + alpha * product)
+    return out.copy_(alpha * product + (beta * self if beta else 0))

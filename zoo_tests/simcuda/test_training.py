@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from transformers import (
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.zero import step as optimizer_step
+from plugins.hybrid_parallel.zero.bucket import Bucket
+from shardformer.matmul import kernel
 from zoo_tests.harness.ranks import run_on_ranks
 from zoo_tests.simcuda import rules
 
@@ -152,6 +156,60 @@ def test_sixteen_bits(options: dict[str, Any]) -> None:
     for (losses, scale), (same, same_scale) in zip(found, expected, strict=True):
         assert losses == pytest.approx(same, rel=2e-2)
         assert scale == same_scale and (scale < 2.0**32) == (options["precision"] == "fp16" or scale == 1)
+
+
+def gradients_in_sixteen_bits(options: dict[str, Any], least: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The gradients of two micro-batches, and how many came through autograd; weights of `least` elements need none."""
+    with (
+        mock.patch.object(kernel, "_WORTH_A_NODE", least),
+        mock.patch.object(Bucket, "accumulate", autospec=True, side_effect=Bucket.accumulate) as arrived,
+    ):
+        training = Training("llama", precision="bf16", num_microbatches=2, **options)
+        training.booster.execute_pipeline(iter([training.share(0)]), training.model, optimizer=training.optimizer)
+        return training.optimizer.full_gradients(), arrived.call_count
+
+
+def low_bits(sums: torch.Tensor) -> bool:
+    """Whether most sums have bits that those of two numbers in bf16 do not have."""
+    return (sums.view(torch.int32) & 0xF != 0).float().mean().item() > 0.5
+
+
+@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"pp_size": 2, "pp_style": "zero_bubble"}], ids=str)
+def test_products_of_sixteen_bits_add_weight_gradients_in_fp32(options: dict[str, Any]) -> None:
+    ranks = 2 if options else 1
+    found, arrived = run_on_ranks(ranks, gradients_in_sixteen_bits, options, 0, device="simcuda")[0]
+    usual, all_arrived = run_on_ranks(ranks, gradients_in_sixteen_bits, options, 2**30, device="simcuda")[0]
+    assert all(low_bits(each) for name, each in found.items() if "proj" in name)
+    if not options:  # parallel layers write in both
+        assert arrived < all_arrived and not any(low_bits(each) for each in usual.values())
+    for name, each in found.items():
+        assert (each - usual[name]).norm() < 1e-2 * usual[name].norm(), name
+
+
+def muon_weights(boosts: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """The weights after two steps of Muon, and how many calls were in batches."""
+    model = build("llama")
+    weights = {name: each for name, each in model.named_parameters() if "proj" in name}
+    optimizer = torch.optim.Muon(weights.values(), lr=0.02)
+    booster = Booster(plugin=HybridParallelPlugin()) if boosts else None
+    with mock.patch.object(optimizer_step, "batched_muon", side_effect=optimizer_step.batched_muon) as batched:
+        if booster is not None:
+            model, optimizer = booster.boost(model, optimizer)
+        for number in range(2):
+            loss = model(**batch("llama", number, 2)).loss
+            loss.backward() if booster is None else booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: each.detach().cpu() for name, each in weights.items()}, batched.call_count
+
+
+def test_muon_iterates_on_matrices_of_one_shape_together() -> None:
+    found, calls = run_on_ranks(1, muon_weights, True, device="simcuda")[0]
+    expected, _ = muon_weights(boosts=False)
+    assert calls == 2
+    before = dict(build("llama").named_parameters())
+    for name, weight in expected.items():  # it rounds to bf16 inside
+        assert (found[name] - weight).norm() < 5e-2 * (weight - before[name].detach()).norm(), name
 
 
 def continue_from_checkpoint(

@@ -119,7 +119,8 @@ def parts_of_media(
         name = next((name for name in kind.values if isinstance(batch.get(name), Tensor)), None)
         items = None if name is None else _Items.of(kind, name, batch, rows)
         marks = None if items is None else _marks(kind, name, batch, rows, tokens)
-        if items is None or (marks is None and not items.has_patches):
+        has_patches = items is not None and batch.get(kind.grid) is not None and items.has_patches
+        if items is None or (marks is None and not has_patches):
             continue
         of_parts = [int(part.sum()) for part in items.of_samples(marks, rows).tensor_split(num_parts)]
         of_patches = [int(part.sum()) for part in items.patches.split(of_parts)]

@@ -375,6 +375,7 @@ def measure_device(
         node_size=node_size,
         operator=0.0,
         optimizer_bytes=update * bandwidth,
+        master_bytes=0.0,
         overlap=0.0 if device.type == "cpu" else 0.7,  # gloo and the passes compete for the same cores
     )
     return described, found

@@ -129,16 +129,17 @@ def _update(device: Device, states: RankStates) -> tuple[float, float]:
     """Return the seconds of the update, and of the copies that it needs."""
     layout, static = states.layout, states.static
     elements = sum(bucket.trained / bucket.num_shards for bucket in states.held.buckets)
+    size = elements * device.optimizer_bytes + static.masters / 4 * device.master_bytes
     place = layout.offload_optimizer
     if place is None:
-        return elements * device.optimizer_bytes / device.bandwidth, 0.0
+        return size / device.bandwidth, 0.0
     bandwidth = device.place_bandwidth(place)
     if place == "cpu":  # gradients to the host, new values back
-        return elements * device.optimizer_bytes / device.host_bandwidth, elements * 6 / bandwidth
+        return size / device.host_bandwidth, elements * 6 / bandwidth
     # States, masters and gradients are read and written; gradients were written before.
     moved = 2 * (static.masters + static.states) + 2 * static.gradients
     on_host = device.bandwidth if device.type == "cpu" else device.host_bandwidth
-    return elements * device.optimizer_bytes / on_host, moved / bandwidth
+    return size / on_host, moved / bandwidth
 
 
 _logger = get_logger(__name__)

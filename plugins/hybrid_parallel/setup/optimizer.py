@@ -154,7 +154,7 @@ def _make_reducer(
     overlaps = config.zero.overlap_communication and stands_alone and parts.units is None
     reducer = parts.reducer(buckets, parts.mesh.group(DP_CP), overlaps, waits, hooks)
     if reducer.attaches_grad_buffers:
-        replace_native_layers(parts.module)
+        replace_native_layers(parts.module, with_buffers=parts.mesh.device.type != "cpu")
     return reducer
 
 

@@ -199,13 +199,17 @@ class Bucket:
             self.written.add(index)
 
     def borrow_grad_view(self, index: int) -> tuple[Tensor, bool] | None:
-        """Return the slot for the next gradient and whether to add to it; None if `accumulate` must copy it."""
+        """Return the slot for the next gradient and whether to add to it; None if `accumulate` must copy it.
+
+        On a GPU the gradient is not given to `accumulate` later, so that other uses of the parameter add theirs.
+        """
         if self.launched or index in self._lent:
             return None
         self._provide_flat_grads()
-        self._lent.add(index)
-        self.adds = self.adds or index in self.written
-        return self._grad_view(index), index in self.written
+        adds = index in self.written
+        self.adds = self.adds or adds
+        (self.written if self._flat_grads.is_cuda else self._lent).add(index)
+        return self._grad_view(index), adds
 
     def forget_waiting(self) -> None:
         """Drop the gradients that are not in the flat tensor yet."""
@@ -242,7 +246,9 @@ class Bucket:
             zero([self._flat_grads[start:stop] for start, stop in self._gaps])
 
     def _grad_view(self, index: int) -> Tensor:
-        flat = self.flat_grads
+        if index in self._waiting:
+            self._take_waiting()
+        flat = self._flat_grads
         if not self._keeps_views:
             return self._view_of(flat, index)
         if self._viewed is not flat:

@@ -224,7 +224,7 @@ class GradientReducer:
             param.requires_grad_()  # a frozen parameter accepts no new hook, but keeps existing ones
             Tensor.register_post_accumulate_grad_hook(param, self._hook(bucket, index))  # its own is refused
             param.requires_grad_(trains)
-            if param.dim() == 2 and param.dtype == bucket.grad_dtype and param.device.type == "cpu":
+            if param.dim() == 2 and (param.is_cuda or param.dtype == bucket.grad_dtype):
                 attach_grad_buffer(param, self._place(bucket, index))
                 self.attaches_grad_buffers = True
 
@@ -337,7 +337,12 @@ class GradientReducer:
             # A user's hook must see the gradient of this pass, not the sum over passes. A parameter that was frozen
             # after the forward pass takes no gradient.
             is_watched = bool(param._backward_hooks) or not param.requires_grad
-            return None if is_watched or dtype != bucket.grad_dtype else bucket.borrow_grad_view(index)
+            if is_watched or dtype != (param.dtype if param.is_cuda else bucket.grad_dtype):
+                return None
+            found = bucket.borrow_grad_view(index)
+            if found is not None and param.is_cuda:
+                reducer._note_arrival(param)
+            return found
 
         return place
 
@@ -364,15 +369,19 @@ class GradientReducer:
                 "the loss reads a weight besides the model's outputs, and another pipeline stage may count it too; "
                 "compute it from the model's outputs (a penalty on weights is the optimizer's weight_decay)"
             )
-        if gradient is None:  # the first half of a split backward pass defers it
+        if gradient is not None:
+            bucket.accumulate(index, gradient, stays=True)
+            self._note_arrival(param)
+        elif index not in bucket.written:  # the first half of a split backward pass defers it
             return
-        self.is_reached = True
-        bucket.accumulate(index, gradient, stays=True)
-        self.arrival.setdefault(param, len(self.arrival))
         # A pass within an accumulation completes the buckets of its queue alone: not those of experts on one rank.
         if self._final and self.overlap and (self._queue is self.buckets or bucket in self._queue):
             self._complete[bucket].add(index)
             self._launch_complete()
+
+    def _note_arrival(self, param: nn.Parameter) -> None:
+        self.is_reached = True
+        self.arrival.setdefault(param, len(self.arrival))
 
     def _launch_complete(self) -> None:
         while self._queue is not None and self._next < len(self._queue):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.optim import _muon as torch_muon
 from torch.optim import optimizer as torch_optimizer
 
 from plugins.hybrid_parallel.zero.bucket import Bucket
@@ -108,6 +110,36 @@ def _hooks_once(optim: torch.optim.Optimizer) -> Iterator[tuple[tuple, dict[str,
         hook(optim, args, kwargs)
 
 
+_MOST_IN_A_BATCH = 2**26  # elements of matrices of Muon: from there on a product by itself fills a GPU
+
+
+def batched_muon(
+    params: Sequence[Tensor], grads: Sequence[Tensor], sums: Sequence[Tensor], *, lr: float, **given: Any
+) -> None:
+    """Do what torch's `muon` does, with its arguments and one batch of products for the matrices of one shape."""
+    if not params:
+        return
+    lr, momentum, (a, b, c) = float(lr), given["momentum"], given["ns_coefficients"]
+    torch._foreach_lerp_(sums, grads, 1 - momentum)
+    updates = torch._foreach_lerp(grads, sums, momentum) if given["nesterov"] else sums
+    torch._foreach_mul_(params, 1 - lr * given["weight_decay"])
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, param in enumerate(params):
+        by_shape.setdefault(param.shape, []).append(index)
+    for shape, indices in by_shape.items():
+        rate, is_tall = torch_muon._adjust_lr(lr, given["adjust_lr_fn"], shape), shape[0] > shape[1]
+        count = max(1, _MOST_IN_A_BATCH // max(1, shape.numel()))
+        for members in (indices[first : first + count] for first in range(0, len(indices), count)):
+            x = torch.stack([updates[index].bfloat16() for index in members])  # [count, rows, columns]
+            x = x.mT if is_tall else x
+            x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=given["eps"])
+            for _ in range(given["ns_steps"]):
+                gram = x @ x.mT
+                x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            for index, move in zip(members, (x.mT if is_tall else x).unbind(), strict=True):
+                params[index].add_(move, alpha=-rate)
+
+
 # Bytes of the smallest state of another shape than its parameter that is moved, such as a preconditioner.
 _LEAST = 2**16
 _AHEAD = 2  # buckets whose states are read before their step
@@ -128,7 +160,10 @@ class Stepper:
     def step(self, updated: Sequence[Bucket | OwnedParameter], closure: Callable[[], Any] | None) -> Any:
         """Run a step on what the optimizer updates, and return what it returns."""
         if closure is not None or not self._memory.is_offloaded:
-            result = self._optim.step() if closure is None else self._optim.step(closure)
+            # On CPUs a batch gains nothing, and rounds otherwise.
+            is_batched = type(self._optim) is torch.optim.Muon and any(each.params[0].is_cuda for each in updated[:1])
+            with mock.patch.object(torch_muon, "muon", batched_muon) if is_batched else nullcontext():
+                result = self._optim.step() if closure is None else self._optim.step(closure)
             self.take_states(updated)
             return result
         parts = self._present_parts(updated)
