@@ -68,14 +68,9 @@ def replace_native_layers(model: nn.Module, with_buffers: bool = False) -> None:
     Args:
         with_buffers: only those on whose weight's gradient a buffer waits.
     """
-    chosen = [module for module in model.modules() if not with_buffers or _has_buffer(module)]
+    chosen = (each for each in model.modules() if not with_buffers or has_grad_buffer(each._parameters.get("weight")))
     found = {module: replicated_linear(module) or _replicated_embedding(module) for module in chosen}
     replace_modules(model, {module: new for module, new in found.items() if new is not None and new is not module})
-
-
-def _has_buffer(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return weight is not None and has_grad_buffer(weight)
 
 
 def defer_weight_grads(model: nn.Module, store: WeightGradStore) -> None:

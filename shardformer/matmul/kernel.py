@@ -203,10 +203,9 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     return _Lookup.apply(ids, weight, padding_idx) if has_own else F.embedding(ids, weight, padding_idx)
 
 
-def has_grad_buffer(parameter: Tensor) -> bool:
+def has_grad_buffer(parameter: Tensor | None) -> bool:
     """Return whether a gradient buffer is attached to the parameter, for which a node of ours replaces one of torch."""
-    is_worth_it = not parameter.is_cuda or parameter.numel() >= _WORTH_A_NODE
-    return is_worth_it and hasattr(parameter, "grad_buffer")
+    return hasattr(parameter, "grad_buffer") and (not parameter.is_cuda or parameter.numel() >= _WORTH_A_NODE)
 
 
 def attach_grad_buffer(parameter: nn.Parameter, place: GradBuffer) -> None:
