@@ -36,7 +36,9 @@ _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention", "inde
 _ATTENTIONS |= {"deepseek_sparse_attention"}  # as transformers 5.17 calls indexed attention
 _MASK_MAKER = re.compile(r"create_\w*mask")
 _MASK_FUNCTION = re.compile(rf"{_MASK_MAKER.pattern}\w*|mask_\w+")  # by its own name, or one of a variable
-_POSITIONS = "position_ids"
+POSITIONS, ROTARY = "position_ids", "rope_parameters"
+# Kinds of rotary embeddings that depend on the largest position of a batch -> the field that says from which length.
+_OF_LENGTH = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 
 
 class MaskCall(NamedTuple):
@@ -48,7 +50,7 @@ class MaskCall(NamedTuple):
 
 def may_be_packed(inputs: Mapping[str, Any]) -> bool:
     """Return whether transformers would look for packed documents in the inputs of a model."""
-    return inputs.get(_POSITIONS) is not None and inputs.get("attention_mask") is None
+    return inputs.get(POSITIONS) is not None and inputs.get("attention_mask") is None
 
 
 def asks_for_cache(inputs: Mapping[str, Any]) -> bool:
@@ -123,6 +125,8 @@ def reason_not_kept_apart(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return "has a decoder that reads whole rows of its encoder"
+    if POSITIONS not in signature(model.forward).parameters and not _hands_arguments_on(model):
+        return "takes no position_ids"
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS
     mixes = kinds or any(isinstance(each, nn.Conv1d | nn.RNNBase) for each in model.modules())
     if mixes and not runs_mixers_on_documents(model):
@@ -134,6 +138,33 @@ def reason_not_kept_apart(model: nn.Module) -> str:
     if getattr(config, "is_causal", True) and of_decoder and all(of_decoder):
         return ""
     return "makes its masks without position_ids"
+
+
+def limits_of_positions(config: Any) -> dict[str, int]:
+    """Return fields of a configuration -> tokens, above which attention depends on a whole row or batch by them.
+
+    Llama 4 counts its chunks, and the places that set a temperature, from the start of a row, not of a document.
+    """
+    found = {} if (longest := rotary_limit(config)) is None else {ROTARY: longest}
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        found["attention_chunk_size"] = config.attention_chunk_size
+    if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
+        found["floor_scale"] = config.floor_scale - 1
+    return found
+
+
+def rotary_limit(config: Any) -> int | None:
+    """Return the length above which rotary embeddings depend on the largest position of a batch; None if none do."""
+    rope = getattr(config, ROTARY, None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, dict) and each.get("rope_type") in _OF_LENGTH]
+    named = [(each, _OF_LENGTH[each["rope_type"]]) for each in kinds]
+    return min((each.get(name) or getattr(config, name) for each, name in named), default=None)
+
+
+def first_position(model: nn.Module) -> int:
+    """Return the position of the first token of a text: behind that of padding in RoBERTa and its relatives, or 0."""
+    counts = (each for each in model.modules() if hasattr(each, "create_position_ids_from_inputs_embeds"))
+    return next((each.padding_idx + 1 for each in counts if isinstance(each.padding_idx, int)), 0)
 
 
 def mask_calls(kind: type) -> tuple[MaskCall, ...]:
@@ -164,8 +195,18 @@ def _calls_in(method: Any) -> tuple[MaskCall, ...]:
 
 def _passes_positions(call: ast.Call, keys: set[str]) -> bool:
     """Return whether a call has position ids among its arguments, or in a dictionary of them with these `keys`."""
-    names = {keyword.arg for keyword in call.keywords} | {getattr(each, "id", None) for each in call.args}
-    return _POSITIONS in names or (None in names and _POSITIONS in keys)
+    given = (keyword for keyword in call.keywords if ast.unparse(keyword.value) != "None")
+    names = {keyword.arg for keyword in given} | {getattr(each, "id", None) for each in call.args}
+    return POSITIONS in names or (None in names and POSITIONS in keys)
+
+
+def _hands_arguments_on(model: nn.Module) -> bool:
+    """Return whether a forward calls something with the arguments that it does not know."""
+    try:
+        calls = [node for node in ast.walk(syntax_of(type(model).forward)) if isinstance(node, ast.Call)]
+    except OSError:
+        return True
+    return any(keyword.arg is None for call in calls for keyword in call.keywords)
 
 
 def _is_text(node: ast.AST | None) -> bool:

@@ -26,12 +26,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardformer.attention import uses_registry
 from shardformer.attention.packed_documents import (
+    POSITIONS,
     TOKENS,
     asks_for_cache,
     document_starts,
     keep_documents_apart,
     mask_calls,
     may_be_packed,
+    rotary_limit,
     runs_flash,
     token_mixers,
 )
@@ -79,10 +81,6 @@ def _run_whole(mixer: nn.Module, axis: ZigzagSharding, whole_masks: WeakIdKeyDic
 
     mixer.register_forward_pre_hook(gather, with_kwargs=True)
     mixer.register_forward_hook(lambda _, __, output: first_output(output, axis.take))
-
-
-# Rotary embeddings that depend on the length of the full sequence, which no rank has.
-_ROTARY_OF_LENGTH = ("dynamic", "longrope")
 
 
 def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
@@ -189,9 +187,7 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
     text = text.get_text_config() if hasattr(text, "get_text_config") else text
     if getattr(text, "attn_logit_softcapping", None) is not None:
         yield "whose attention scores are soft-capped"
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-    if kinds & set(_ROTARY_OF_LENGTH):
+    if rotary_limit(text) is not None:
         yield "whose rotary embedding depends on the length of a sequence"
 
 
@@ -257,21 +253,11 @@ def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, posit
             gather_behind_layer(layers[-1], axis)
 
 
-_POSITIONS = "position_ids"
-
-
 class _Documents:
-    """The documents in the rows of a forward pass.
-
-    Args:
-        numbers: of each token's document, [batch or 1, seq].
-
-    Attributes:
-        are_hidden: whether a mask that hides other documents has been made.
-    """
+    """The documents in the rows of a forward pass, by the number of each token's, [batch or 1, seq]."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self.numbers, self.are_hidden = numbers, False
+        self.numbers, self.are_hidden = numbers, False  # are_hidden: whether a mask that hides others has been made
 
     def hide(self, batch_size: int, mask_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a mask function of transformers' kind that hides other documents too."""
@@ -321,15 +307,15 @@ def _makers(model: nn.Module) -> list[nn.Module]:
 def _sees_documents(maker: nn.Module) -> bool:
     """Return whether the forward gets positions, and all masks made inside are those of its tokens, not of a tower."""
     configs = {id(each.config) for each in maker.modules() if hasattr(each, "config")}
-    takes = _POSITIONS in inspect.signature(maker.forward).parameters
+    takes = POSITIONS in inspect.signature(maker.forward).parameters
     return takes and configs == {id(getattr(maker, "config", None))}
 
 
 def _begin(maker: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     given = {**inspect.signature(maker.forward).bind_partial(*args).arguments, **kwargs} if args else kwargs
-    is_asked = may_be_packed(given) and not asks_for_cache(given) and restarts(given[_POSITIONS])
+    is_asked = may_be_packed(given) and not asks_for_cache(given) and restarts(given[POSITIONS])
     is_asked &= not runs_flash(maker)  # which is told of borders
-    _running.set(_Documents(document_starts(given[_POSITIONS]).cumsum(-1)) if is_asked else None)
+    _running.set(_Documents(document_starts(given[POSITIONS]).cumsum(-1)) if is_asked else None)
 
 
 def _end(maker: nn.Module, _: tuple, output: Any) -> None:

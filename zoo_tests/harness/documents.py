@@ -34,6 +34,11 @@ _SIZES["GptOss"] = {
 }
 _SIZES["Mistral"] = {**_SIZES["Mistral"], "sliding_window": 3}
 _SIZES["Mixtral"] = {**_SIZES["Mixtral"], "num_local_experts": 4, "experts_implementation": "eager"}
+# Chunks of five tokens, and a temperature of the layer without rotary embedding that changes from the sixth on.
+_SIZES["Llama4"] = {
+    **{**_SIZES["Mixtral"], "num_local_experts": 2, "intermediate_size_mlp": 48, "pad_token_id": 0},
+    **{"attention_chunk_size": 5, "no_rope_layer_interval": 2, "floor_scale": 6, "attn_scale": 0.5},
+}
 # The norms of the others compute in fp32, whatever the dtype of the model.
 TOLERANCE = {"GPT2": 1e-9, "Llama": 1e-6, "Qwen2": 1e-6, "Qwen3": 1e-6, "Mistral": 1e-6, "Mixtral": 1e-6}
 TOLERANCE["GptOss"] = 1e-6
@@ -47,7 +52,8 @@ def language_model(family: str, **config: Any) -> nn.Module:
         sizes = {"num_hidden_layers": 2, "head_dim": 8, **sizes}
     torch.manual_seed(0)
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    model = getattr(transformers, head)(getattr(transformers, f"{family}Config")(**sizes)).double()
+    head_class = getattr(transformers, head)
+    model = head_class(head_class.config_class(**sizes)).double()
     for name, parameter in model.named_parameters():  # attention far from uniform, so that a leak is seen
         parameter.data.mul_(4.0 if parameter.dim() > 1 else 1.0)
         if name.endswith("proj_bias"):  # of experts; zero otherwise

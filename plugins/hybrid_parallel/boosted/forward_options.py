@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.data.rows import is_empty, main_input_of, num_rows, rows_of
@@ -23,11 +24,14 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.attention import log_once
 from shardformer.attention.packed_documents import (
     ARGUMENT,
+    ROTARY,
     asks_for_cache,
     document_lengths,
     document_starts,
+    first_position,
     flash_arguments,
     jumps_of,
+    limits_of_positions,
     looks_for_documents,
     may_be_packed,
     reason_not_kept_apart,
@@ -146,7 +150,7 @@ class ForwardOptions:
         if not self.reads_documents:
             return dict(batch)
         if any(batch.get(name) is not None for name in NAMES):
-            return with_positions(batch)
+            return with_positions(batch, first_position(self.inside))
         positions = batch.get("position_ids")
         if not may_be_packed(batch) or not isinstance(positions, Tensor) or positions.dim() != 2:
             return dict(batch)
@@ -170,6 +174,34 @@ class ForwardOptions:
                 )
             return dict(batch)
         return {**batch, "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)}
+
+    def check_positions(self, batch: Mapping[str, Any], is_cut: bool) -> None:
+        """Refuse positions by which attention in a document, or in a sample of a batch that is cut, sees the others."""
+        positions = batch.get("position_ids")
+        if not self._limits or not isinstance(positions, Tensor) or positions.dim() != 2:
+            return
+        length = positions.shape[-1]
+        tokens = int(positions.max()) + 1 if positions.numel() else 0
+        is_unusual = bool((positions != torch.arange(length, device=positions.device)).any())
+        are_documents = self.reads_documents and may_be_packed(batch) and restarts(positions)
+        facts = torch.tensor([tokens, length, is_unusual, are_documents])  # on the CPU, as they are read at once
+        if self.mesh.size("dp") > 1 and torch.is_grad_enabled():
+            dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"))
+        tokens, length, is_unusual, are_documents = facts.tolist()
+        for field, most in self._limits.items():
+            count = tokens if field == ROTARY else length
+            if count > most and (are_documents or (field == ROTARY and is_cut and is_unusual)):
+                whole = "row" if are_documents else "batch"
+                raise ConfigurationError(
+                    f"position_ids of {count} tokens: above {most}, by {field} of {type(self.inside).__name__}, "
+                    f"attention depends on the whole {whole}; use at most {most} tokens, or leave position_ids out of "
+                    "rows that are one document"
+                )
+
+    @cached_property
+    def _limits(self) -> dict[str, int]:
+        config = getattr(self.inside, "config", None)
+        return limits_of_positions(config.get_text_config()) if hasattr(config, "get_text_config") else {}
 
     def _fills_cache(self, given: Mapping[str, Any]) -> bool:
         """Return whether the plain model fills a cache in this call, which gradient checkpointing prevents."""
@@ -285,8 +317,8 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor | None:
     return next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
 
 
-def with_positions(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch whose documents are told by `position_ids`, [rows, seq], from its borders, if not given."""
+def with_positions(batch: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
+    """Return a batch whose documents are told by `position_ids` alone, [rows, seq], restarting with `first`."""
     named = [name for name in NAMES if batch.get(name) is not None]
     rest = {name: value for name, value in batch.items() if name not in NAMES}
     tokens = tokens_of(batch)
@@ -312,7 +344,7 @@ def with_positions(batch: Mapping[str, Any]) -> dict[str, Any]:
         positions = _positions(starts, rows, length).to(tokens.device)
     else:
         _check_positions(positions, starts, rows, length)
-    return {**rest, "position_ids": positions}
+    return {**rest, "position_ids": positions - positions.amin(dim=-1, keepdim=True) + first}
 
 
 def _starts(batch: Mapping[str, Any], rows: int, length: int) -> list[int] | None:

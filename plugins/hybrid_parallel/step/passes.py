@@ -167,7 +167,9 @@ class Batch:
         given = model.options.with_document_positions(given)
         if model.options.media_tokens:
             given = without_empty_media(given)
-        return Batch(model, model.on_device(given, args), given, args, criterion)
+        made = Batch(model, model.on_device(given, args), given, args, criterion)
+        model.options.check_positions(given, model.mesh.size("dp") > 1 or made._may_be_cut or model.units is not None)
+        return made
 
     @cached_property
     def rows(self) -> int | None:

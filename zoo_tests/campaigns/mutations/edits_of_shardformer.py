@@ -149,11 +149,29 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "return cache_name(inputs) is not None",
         (f"{_KEPT_APART}::test_documents_are_kept_apart_unless_the_batch_says_otherwise[{{}}]",),
     ),
+    "documents of RoBERTa begin at the position of padding": Edit(
+        "plugins.hybrid_parallel.boosted.forward_options",
+        "positions.amin(dim=-1, keepdim=True) + first}",
+        "positions.amin(dim=-1, keepdim=True)}",
+        (f"{_KEPT_APART}::test_an_encoder_keeps_documents_apart[Roberta]",),
+    ),
+    "micro-batches with a rotary embedding of their own": Edit(
+        "plugins.hybrid_parallel.boosted.forward_options",
+        "(field == ROTARY and is_cut and is_unusual)",
+        "False",
+        (f"{_KEPT_APART}::test_rotary_embeddings_that_depend_on_the_longest_sample[longrope]",),
+    ),
+    "chunks of attention are counted from the start of a row": Edit(
+        "plugins.hybrid_parallel.boosted.forward_options",
+        "if count > most and (are_documents or",
+        "if count > most and field == ROTARY and (are_documents or",
+        (f"{_KEPT_APART}::test_what_is_counted_from_the_start_of_a_row_is_refused",),
+    ),
     "masks without positions let documents see each other": Edit(
         "shardformer.transforms.context_parallel",
         " & (numbers[row, query] == numbers[row, key])",
         "",
-        (f"{_KEPT_APART}::test_an_encoder_keeps_documents_apart",),
+        (f"{_KEPT_APART}::test_an_encoder_keeps_documents_apart[Bert]",),
     ),
     "flash-attn is told of a document for each row": Edit(
         "shardformer.attention.packed_documents",

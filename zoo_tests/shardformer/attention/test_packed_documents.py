@@ -129,7 +129,7 @@ def test_flash_attn_is_told_of_documents_in_all_rows() -> None:
 _SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
 _SMALL |= {"vocab_size": 67, "max_position_embeddings": 32, "pad_token_id": 0}
 _KEPT = ("GPTNeoX", "Mistral", "Mixtral", "Gemma2", "Qwen2Moe", "Phi3", "GlmMoeDsa")
-_NOT_KEPT = ("Bert", "Roberta", "DistilBert", "OPT", "Bloom", "Qwen3Next", "GptOss")
+_NOT_KEPT = ("Bert", "Roberta", "DistilBert", "OPT", "Bloom", "Qwen3Next", "GptOss", "Blt")
 
 
 def _base(name: str) -> nn.Module:
@@ -153,10 +153,14 @@ def _encoder(head: str, family: str = "Bert") -> nn.Module:
     return getattr(transformers, f"{family}For{head}")(config).eval()
 
 
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
 @distributed(1)
-def test_an_encoder_keeps_documents_apart() -> None:
-    """transformers makes its masks without positions: all tokens of a row see each other, unless borders are given."""
-    plain = _encoder("MaskedLM")
+def test_an_encoder_keeps_documents_apart(family: str) -> None:
+    """transformers makes its masks without positions: all tokens of a row see each other, unless borders are given.
+
+    RoBERTa's positions begin behind that of padding.
+    """
+    plain = _encoder("MaskedLM", family)
     model = Booster(plugin=HybridParallelPlugin()).boost(copy.deepcopy(plain)).eval()
     expected = torch.cat([plain(torch.tensor([each])).logits for each in _DOCUMENTS], dim=1)
     for tells in ("both", "borders"):
@@ -168,14 +172,89 @@ def test_an_encoder_keeps_documents_apart() -> None:
     assert torch.allclose(model(**ones).loss, plain(**ones).loss)
 
 
-@pytest.mark.parametrize(("head", "family"), [("QuestionAnswering", "Bert"), ("MaskedLM", "MobileBert")])
+@pytest.mark.parametrize(
+    ("head", "family", "reason"),
+    [
+        ("QuestionAnswering", "Bert", "makes its masks without position_ids"),
+        ("MaskedLM", "MobileBert", "makes its masks without position_ids"),
+        ("TokenClassification", "Falcon", "takes no position_ids"),
+    ],
+)
 @distributed(1)
-def test_an_encoder_that_cannot_is_refused(head: str, family: str) -> None:
-    """A head that answers one question a row reads all of it; MobileBERT's embeddings read their neighbours."""
+def test_a_model_that_cannot_is_refused(head: str, family: str, reason: str) -> None:
+    """A head that answers one question a row reads all of it; MobileBERT's embeddings read their neighbours.
+
+    Falcon's heads take any arguments, and leave them unread.
+    """
     model = Booster(plugin=HybridParallelPlugin()).boost(_encoder(head, family))
     batch = {name: value for name, value in one_row(_DOCUMENTS, "borders").items() if name != "labels"}
-    with pytest.raises(ConfigurationError, match=f"{family}For{head} makes its masks without position_ids, so that"):
+    with pytest.raises(ConfigurationError, match=f"{family}For{head} {reason}, so that"):
         model(**batch)
+
+
+@distributed(1)
+def test_what_is_counted_from_the_start_of_a_row_is_refused() -> None:
+    """Llama 4 counts its chunks and the places of its temperature so: shorter rows alone are those of documents."""
+    model = Booster(plugin=HybridParallelPlugin()).boost(language_model("Llama4"))
+    for documents in ([[5, 6, 7, 8]], [[5, 6], [7, 8, 9]]):
+        expected, _ = one_by_one(language_model("Llama4"), documents)
+        assert model(**one_row(documents)).loss.item() == pytest.approx(expected, rel=1e-6)
+    assert "of 13 tokens: above 5, by attention_chunk_size of Llama4" in _refusal(lambda: model(**one_row(_DOCUMENTS)))
+
+
+def _refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+_ROTARY = {
+    "dynamic": {"max_position_embeddings": 4, "rope_parameters": {"factor": 4.0}},
+    "longrope": {
+        "rope_parameters": {
+            **{"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [3.0, 4.0, 5.0, 6.0], "factor": 4.0},
+            "original_max_position_embeddings": 4,
+        },
+    },
+}
+
+
+_ROWS = {"input_ids": torch.tensor([[3, 4, 5, 6, 7, 8], [3, 4, 0, 0, 5, 6]]), "attention_mask": torch.ones(2, 6)}
+_ROWS |= {"labels": _ROWS["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 1, 1, 2, 3]])}
+
+
+def _with_rotary(kind: str) -> nn.Module:
+    config = copy.deepcopy(_ROTARY[kind])
+    config["rope_parameters"] |= {"rope_type": kind, "rope_theta": 10000.0}
+    return language_model("Llama", **config)
+
+
+@distributed(2)
+def test_replicas_refuse_the_longest_sample_together() -> None:
+    """Here each has one sample, of which one is long."""
+    rank, model = torch.distributed.get_rank(), Booster(plugin=HybridParallelPlugin()).boost(_with_rotary("dynamic"))
+    share = {name: value[rank : rank + 1] for name, value in _ROWS.items()}
+    assert "of 6 tokens: above 4" in _refusal(lambda: model(**share))
+
+
+@pytest.mark.parametrize("kind", _ROTARY)
+@distributed(1)
+def test_rotary_embeddings_that_depend_on_the_longest_sample(kind: str) -> None:
+    """Micro-batches would each have another one, and documents that of their row."""
+    plain = _with_rotary(kind)
+    for parts in (1, 2):
+        booster = Booster(plugin=HybridParallelPlugin(num_microbatches=parts))
+        model = booster.boost(copy.deepcopy(plain))
+        usual = {name: value for name, value in _ROWS.items() if name != "position_ids"}
+        for batch in (usual, _ROWS)[: 3 - parts]:
+            loss = booster.execute_pipeline(iter([batch]), model).loss.item()
+            assert loss == pytest.approx(copy.deepcopy(plain)(**batch).loss.item(), rel=1e-6)
+    for batch, tokens, whole in ((_ROWS, 6, "batch"), (one_row(_DOCUMENTS), 5, "row")):
+        refusal = _refusal(lambda batch=batch: booster.execute_pipeline(iter([batch]), model))
+        assert f"of {tokens} tokens: above 4, by rope_parameters of " in refusal and f"the whole {whole};" in refusal
+    assert not _refusal(lambda: booster.execute_pipeline(iter([one_row(_DOCUMENTS[:3])]), model))
 
 
 def test_an_encoder_decoder_does_not() -> None:
