@@ -486,8 +486,21 @@ def choose_backend(
         ValueError: the named backend is unknown, not installed, or cannot do what the model needs.
     """
     if isinstance(request, str):
-        _check_named(request, needs, installed, not_usable)
-        return Choice(_BY_NAME[request].entry or request)
+        wanted = f"enable_flash_attention='{request}'"
+        if request not in NAMES:
+            raise ValueError(f"{wanted} is not an attention backend; use True, False or one of {', '.join(NAMES)}")
+        backend = _BY_NAME[request]
+        if not installed(request):
+            raise ValueError(
+                f"{wanted} needs the package {backend.package}, which is not installed; use True or 'sdpa'"
+            )
+        if reason := backend.limits(needs) or not_usable(request):
+            raise ValueError(f"{wanted} {reason}; use True or 'sdpa'")
+        if needs.soft_caps and backend.is_like_sdpa:
+            raise ValueError(f"{wanted} cannot cap attention scores, which the model needs; use True or False")
+        if not needs.supports_sdpa and backend.is_like_sdpa:  # attention sinks, which SDPA would ignore
+            raise ValueError(f"{wanted} cannot do what the model's attention needs; use True or False")
+        return Choice(backend.entry or request)
     passed_over = []
     for backend in BACKENDS if needs.device == "cuda" else ():
         if not backend.is_automatic or backend is SDPA_FAST or not installed(backend.name):
@@ -503,23 +516,6 @@ def choose_backend(
     if not needs.supports_sdpa:
         return Choice(None, "; ".join(["transformers has no SDPA path for it", *passed_over]))
     return Choice(SDPA_FAST.entry, "; ".join(passed_over))
-
-
-def _check_named(
-    name: str, needs: AttentionNeeds, installed: Callable[[str], bool], not_usable: Callable[[str], str]
-) -> None:
-    wanted = f"enable_flash_attention='{name}'"
-    if name not in NAMES:
-        raise ValueError(f"{wanted} is not an attention backend; use True, False or one of {', '.join(NAMES)}")
-    backend = _BY_NAME[name]
-    if not installed(name):
-        raise ValueError(f"{wanted} needs the package {backend.package}, which is not installed; use True or 'sdpa'")
-    if reason := backend.limits(needs) or not_usable(name):
-        raise ValueError(f"{wanted} {reason}; use True or 'sdpa'")
-    if needs.soft_caps and backend.is_like_sdpa:
-        raise ValueError(f"{wanted} cannot cap attention scores, which the model needs; use True or False")
-    if not needs.supports_sdpa and backend.is_like_sdpa:  # attention sinks, which SDPA would ignore
-        raise ValueError(f"{wanted} cannot do what the model's attention needs; use True or False")
 
 
 def keeps_scores(implementation: str, query: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> bool:

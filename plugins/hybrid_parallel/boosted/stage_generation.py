@@ -115,9 +115,25 @@ def generate_through_stages(model: Any, args: tuple, kwargs: dict[str, Any]) -> 
         ConfigurationError: if the ranks of the pipeline do not all ask for the same, or for what it cannot do; raised
             on all of them.
     """
+    from transformers import GenerationMixin
+
     inside = model_inside(model.module)
     agree(model.mesh, f"calls model.generate({_description(args, kwargs)})")
-    _check_options(inside, kwargs)
+    if type(inside).generate is not GenerationMixin.generate:
+        raise ConfigurationError(
+            f"{type(inside).__name__}.generate is a loop of its own, which reads modules that are on other stages; "
+            "load the model with pp_size=1 (a checkpoint opens under any layout)"
+        )
+    configs = kwargs.get("generation_config"), getattr(inside, "generation_config", None)
+    for name, possible in _POSSIBLE.items():
+        given = kwargs.get(name)
+        for config in configs:
+            given = getattr(config, name, None) if given is None else given
+        if given not in possible:
+            raise ConfigurationError(
+                f"generate() of a pipeline cannot do {name}={_text(given)}; leave it out, or load the model with "
+                "pp_size=1 (a checkpoint opens under any layout)"
+            )
     prompts = [kind_of(config) for config in adapter_configs(model.module).values() if config.is_prompt_learning]
     if prompts:
         raise ConfigurationError(
@@ -269,26 +285,6 @@ def _receive(source: Any, key: tuple) -> StageMessage:
 
 def _header(tensor: Tensor) -> list[Any]:
     return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-
-
-def _check_options(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    from transformers import GenerationMixin
-
-    if type(model).generate is not GenerationMixin.generate:
-        raise ConfigurationError(
-            f"{type(model).__name__}.generate is a loop of its own, which reads modules that are on other stages; load "
-            "the model with pp_size=1 (a checkpoint opens under any layout)"
-        )
-    configs = kwargs.get("generation_config"), getattr(model, "generation_config", None)
-    for name, possible in _POSSIBLE.items():
-        given = kwargs.get(name)
-        for config in configs:
-            given = getattr(config, name, None) if given is None else given
-        if given not in possible:
-            raise ConfigurationError(
-                f"generate() of a pipeline cannot do {name}={_text(given)}; leave it out, or load the model with "
-                "pp_size=1 (a checkpoint opens under any layout)"
-            )
 
 
 def _description(args: tuple, kwargs: Mapping[str, Any]) -> str:

@@ -18,8 +18,7 @@ from torch import nn
 
 from shardformer import PipelineStageManager, ShardConfig
 from shardformer.layers import ColumnParallelLinear
-from shardformer.policies.mixers.mixer import LatentAttention
-from shardformer.policies.mixers.state_space import DeltaNet, change_of
+from shardformer.policies.mixers import DeltaNet, LatentAttention, change_of
 from shardformer.policies.plans.plan import Plan, completions, declared_plans
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.propose import ProposedPlan

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer import ShardConfig, ShardFormer
-from shardformer.policies.mixers.state_space import StateSpace
+from shardformer.policies.mixers import StateSpace
 from zoo_tests.harness.ranks import distributed
 
 _BASE = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 29, "pad_token_id": 0, "eos_token_id": 1}

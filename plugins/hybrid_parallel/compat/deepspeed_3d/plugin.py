@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
@@ -249,7 +248,16 @@ class ThreeDPlugin(HybridParallelPlugin):
 
     def configure(self, objects: TrainingObjects) -> TrainingObjects:
         """Add the tied head and the patches to the model, build what `ds_config` describes, and boost."""
-        self._check_loaders(objects.dataloaders)
+        deepspeed = self.three_d.deepspeed
+        if deepspeed is not None and not self._cuts_batch_itself and objects.dataloaders:
+            micro, steps = deepspeed.batch_sizes(self.groups.sizes.get("data", 1))
+            sizes = [loader.batch_size for loader in objects.dataloaders]
+            if micro is not None and None not in sizes and micro * steps not in sizes:
+                raise ConfigurationError(
+                    f"batch_size={sizes[0]} of the loader is not train_micro_batch_size_per_gpu * "
+                    f"gradient_accumulation_steps = {micro} * {steps}, which one step takes; "
+                    f"use batch_size={micro * steps}"
+                )
         if objects.model is None:
             return super().configure(objects)
         names, patched = names_of_inputs(objects.model), find_patched(objects.model, self.three_d.custom_patcher or {})
@@ -326,18 +334,6 @@ class ThreeDPlugin(HybridParallelPlugin):
             for replica in range(data)
         ]
         return None if ranks == in_order else ranks
-
-    def _check_loaders(self, loaders: Sequence[DataLoader]) -> None:
-        """Check that at least one loader yields the batch of a whole step."""
-        if self.three_d.deepspeed is None or self._cuts_batch_itself or not loaders:
-            return
-        micro, steps = self.three_d.deepspeed.batch_sizes(self.groups.sizes.get("data", 1))
-        sizes = [loader.batch_size for loader in loaders]
-        if micro is not None and None not in sizes and micro * steps not in sizes:
-            raise ConfigurationError(
-                f"batch_size={sizes[0]} of the loader is not train_micro_batch_size_per_gpu * "
-                f"gradient_accumulation_steps = {micro} * {steps}, which one step takes; use batch_size={micro * steps}"
-            )
 
 
 def _groups_of(parallel_config: Any) -> ParallelGroups:
