@@ -239,14 +239,15 @@ class Booster:
             dtype: dtype of floating-point tensors; None for their own.
             bucket_size_in_mb: memory that the stream takes beyond the model; a tensor that is larger comes alone. The
                 next tensors are gathered while these are used.
-            to_rank: the rank that gets the tensors, and the loop of the others has no turns; None for all ranks.
+            to_rank: the rank that gets the tensors, and the loop of the others has no turns; None for all ranks. Such a
+                stream is read to its end before another begins.
             merge_adapters: add LoRA's products to the weights of the base model, instead of yielding the adapters.
             shards: yield each rank's own pieces instead: `shape` of the whole, and `rectangles` with `offsets`,
                 `sizes` and `values`. Replicas have the same pieces, but under `zero_stage=3` others.
 
         Raises:
-            ConfigurationError: an argument is invalid, an adapter cannot be merged, or an optimizer has stepped since
-                the first piece of `shards=True`.
+            ConfigurationError: an argument is invalid, an adapter cannot be merged, an optimizer has stepped since the
+                first piece of `shards=True`, or a stream to one rank and another are read in turns.
         """
         return self.plugin.checkpoint_io.weights(model, dtype, bucket_size_in_mb, to_rank, merge_adapters, shards)
 

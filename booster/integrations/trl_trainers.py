@@ -39,6 +39,7 @@ _ENDED = "val/contain_eos_token"  # the metric of OnlineDPO that TRL does not ga
 # Entries of a generated batch that are no arguments of a model.
 _GENERATED = {f"{part}_{end}" for part in ("prompt", "completion") for end in ("ids", "mask")}
 _GENERATED |= {"tool_mask", "num_items_in_batch", "num_images"}
+_ROUNDING = 1e-5  # of an entropy in fp32
 _COUNTED = {"input_ids": "ids", "attention_mask": "mask"}  # entries of a batch -> ends of TRL's names
 
 
@@ -187,6 +188,15 @@ class BoostedTRLTrainer:
         if (name := self._name) in _NOTED:
             self._share_metrics(self._metrics["train" if self.model.training else "eval"], _NOTED[name](inputs))
         return result
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """Return the tokens of GRPO's highest entropies, [rows, tokens], with all that tie for the lowest of them.
+
+        Where the same words go before, entropies are equal but for rounding, which differs by layout.
+        """
+        kept = super().get_high_entropy_mask(entropies, mask, threshold)
+        lowest = self.accelerator.gather(entropies.masked_fill(~kept, torch.inf).amin()).min()
+        return (entropies >= lowest * (1 - _ROUNDING)) & mask.bool()
 
     @contextmanager
     def _bonus_of_replicas(self, inputs: Any) -> Iterator[None]:

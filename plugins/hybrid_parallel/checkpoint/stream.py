@@ -2,7 +2,8 @@
 
 The ranks of a stage gather the tensors of a bucket from the replicas that share them (ZeRO stage 3), then from the
 tensor- and expert-parallel ranks, and convert them to the layout of files. A broadcast brings them to the other stages.
-While the caller uses one bucket, the next one is on its way.
+On the way to one rank, each rank sends its shard to the rank of its stage that hands the whole to that one. While the
+caller uses one bucket, the next one is on its way.
 
 An optimizer that steps meanwhile leaves the stream as it was: what is still to come is first copied to host memory, of
 each rank its own shards.
@@ -10,7 +11,7 @@ each rank its own shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -30,11 +31,11 @@ from plugins.hybrid_parallel.checkpoint.peft import (
     refuse_bare_adapters,
 )
 from plugins.hybrid_parallel.checkpoint.save import Item, cut_by_size, items_of, to_files
-from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
-from shardformer.distributed.process_groups import all_gather_json
+from shardformer.distributed.process_groups import ProcessGroups, all_gather_json, message_group
 from shardformer.peft import model_inside
-from shardformer.shard_spec import ShardSpec, spec_of
+from shardformer.shard_spec import EXPERTS, TENSOR, ShardSpec, spec_of
 from shardformer.utils.freed_memory import as_bytes
 
 _Steps = Generator[list[dist.Work], None, dict[str, Tensor]]
@@ -82,6 +83,7 @@ class WeightStream:
     ) -> None:
         self.mesh, self._inside = mesh, model_inside(model.unwrap())
         self._model, self._dtype, self._to_rank = model, dtype, to_rank
+        self._towards = None if to_rank is None else _ranks_towards(to_rank, mesh)
         self._merged = MergedAdapters(model) if merges and has_adapters(model.unwrap()) else None
         self.buckets = cut_by_size([*self._items()], size // _IN_MEMORY)
         self._kept: dict[Tensor, Tensor] = {}  # this rank's values before an optimizer changed them
@@ -90,8 +92,29 @@ class WeightStream:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self._copy(lambda tensor: not isinstance(tensor, nn.Parameter))  # a forward changes running statistics
-        with self._before_updates(self._keep):
+        with self._under_way(), self._before_updates(self._keep):
             yield from self._whole()
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """Refuse two streams in turns, if one goes to one rank: the loop of the others reads that to its end first.
+
+        Raises:
+            ConfigurationError: on the ranks that have both.
+        """
+        streams: list[WeightStream] = ProcessGroups.of_world().get_or_create("streams of weights", list)
+        ranks = {each._to_rank for each in (*streams, self)} - {None}
+        if streams and ranks:
+            raise ConfigurationError(
+                f"booster.weights(to_rank={min(ranks)}) and another stream of weights are read in turns, and the ranks "
+                "that get no tensors read one to its end before the other begins; read them one after the other, or "
+                "leave out to_rank"
+            )
+        streams.append(self)
+        try:
+            yield
+        finally:
+            streams.remove(self)
 
     @contextmanager
     def _before_updates(self, call: Callable[[], None]) -> Iterator[None]:
@@ -176,29 +199,30 @@ class WeightStream:
             yield from items_of(self._inside, local_tensors(self._model, unique=True), self._dtype)
 
     def gathered(self, items: Sequence[Item]) -> _Steps:
-        """Gather items on all ranks of a stage: yield what to wait for, and return name in files -> tensor."""
+        """Gather items for the ranks that take them: yield what to wait for; return name in files -> tensor."""
         local = yield from self._local(items)
-        shards, works = {}, []
+        shards, works, takers = {}, [], self._takers("pp")
         for name, tensor in _tensors(items):
-            spec = spec_of(tensor)
-            shards[name], started = _from_ranks(local.pop(name), spec, self.mesh.group(spec.axis))
-            works += started
+            if name in local:
+                spec = spec_of(tensor)
+                shards[name], started = _from_ranks(local.pop(name), spec, self.mesh.group(spec.axis), takers)
+                works += started
         yield works
         found: dict[str, Tensor] = {}
-        for item in items:
+        for item in items if self._takes("pp") else ():
             full = {name: spec_of(tensor).assemble(shards.pop(name)) for name, tensor in item.tensors.items()}
             found |= to_files(self._inside, item.unit, full)
         return found
 
     def _local(self, items: Sequence[Item]) -> _Steps:
-        """Gather shards from the replicas that share them; return name in memory -> shard, [local shape]."""
+        """Gather shards from the replicas that share them; return name in memory -> shard, [local shape], if taken."""
         values: dict[Tensor, Tensor] = {}
         works: list[dist.Work] = []
         for _, tensor in _tensors(items):
             for needed in self._read_for(tensor):
                 holder = self._model.gathers.holder(needed)
                 own = self._kept.get(needed, _own(needed, holder)).to(self.mesh.device)
-                values[needed], started = _from_replicas(needed, own, holder)
+                values[needed], started = _from_replicas(needed, own, holder, self._takers(spec_of(tensor).axis))
                 works += started
         yield works
         return {
@@ -206,7 +230,15 @@ class WeightStream:
                 self._dtype_of(tensor)
             )
             for name, tensor in _tensors(items)
+            if self._takes(spec_of(tensor).axis)
         }
+
+    def _takers(self, axis: str) -> Collection[int] | None:
+        """Return the ranks that take whole tensors ("pp"), or shards of those of an axis; None for all."""
+        return None if self._towards is None else self._towards[axis]
+
+    def _takes(self, axis: str) -> bool:
+        return self._towards is None or dist.get_rank() in self._towards[axis]
 
     def _read_for(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors of this rank that a tensor of the files is made of."""
@@ -215,9 +247,15 @@ class WeightStream:
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
-    def reaches_this_pipeline(self) -> bool:
-        """Whether a rank of this pipeline gets the tensors."""
-        return self._to_rank is None or self._to_rank in dist.get_process_group_ranks(self.mesh.group("pp"))
+    def is_on_the_way(self, stage: int) -> bool:
+        """Whether this rank gets the tensors of a stage, or hands them to the rank that does."""
+        return self._takes("pp") and (self._to_rank in {None, dist.get_rank()} or stage == self.mesh.rank("pp"))
+
+    def from_stage(self, stage: int, memory: Tensor) -> list[dist.Work]:
+        """Start to bring a bucket, [bytes], from the stage that has it."""
+        if self.mesh.size("pp") == 1 or not self._takes("pp"):
+            return []
+        return _bring(memory, stage, self.mesh.group("pp"), None if self._to_rank is None else {self._to_rank})
 
 
 class _Arrival:
@@ -230,7 +268,9 @@ class _Arrival:
     def __init__(self, stream: WeightStream, stage: int, index: int, slots: Sequence[Slot]) -> None:
         self.slots = slots
         device = stream.mesh.device
-        self._memory = torch.empty(slots[-1].stop if slots else 0, dtype=torch.uint8, device=device)
+        self._size = slots[-1].stop if slots else 0
+        size = self._size if stream.is_on_the_way(stage) else 0
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._steps, self._works, self._is_complete = self._run(stream, stage, index), [], False
         # What the caller computes meanwhile does not wait for messages.
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
@@ -255,16 +295,14 @@ class _Arrival:
         return self._memory
 
     def _run(self, stream: WeightStream, stage: int, index: int) -> Iterator[list[dist.Work]]:
-        pipeline = stream.mesh.group("pp")
         if stage == stream.mesh.rank("pp"):
             stream._begun = index + 1
             found = yield from stream.gathered(stream.buckets[index])
-            for slot in self.slots:
+            for slot in self.slots if found else ():
                 slot.view(self._memory).copy_(found.pop(slot.name))
         else:  # all stages broadcast at the same turn of the loop, whose body may send over the pipeline, too
             yield from ([], [])
-        if stream.mesh.size("pp") > 1 and stream.reaches_this_pipeline() and len(self._memory):
-            yield [dist.broadcast(self._memory, group=pipeline, group_src=stage, async_op=True)]
+        yield stream.from_stage(stage, self._memory) if self._size else []
         self._is_complete = True
 
 
@@ -309,7 +347,20 @@ def _own(tensor: Tensor, holder: ShardedParameters | None) -> Tensor:
     return tensor.detach() if holder is None else holder.own_slice(tensor)[2]
 
 
-def _from_replicas(tensor: Tensor, own: Tensor, holder: ShardedParameters | None) -> tuple[Tensor, list[dist.Work]]:
+def _ranks_towards(to_rank: int, mesh: HybridMesh) -> dict[str, set[int]]:
+    """Return who takes what on the way to a rank: "pp" -> of whole tensors, one rank of a stage; axis -> of shards."""
+    grid = mesh.device_mesh.mesh  # [pp, dp, cp, tp]
+    _, dp, cp, tp = (grid == to_rank).nonzero()[0].tolist()
+    replicas = grid.flatten(1, 2)  # [pp, dp * cp, tp]
+    replica = dp * grid.shape[2] + cp
+    first = replica - replica % mesh.size(EP)  # of the neighbours that have all experts together
+    found = {"pp": grid[:, dp, cp, tp], TENSOR: grid[:, dp, cp], EXPERTS: replicas[:, first : first + mesh.size(EP)]}
+    return {axis: set(ranks.flatten().tolist()) for axis, ranks in found.items()}
+
+
+def _from_replicas(
+    tensor: Tensor, own: Tensor, holder: ShardedParameters | None, takers: Collection[int] | None
+) -> tuple[Tensor, list[dist.Work]]:
     """Start to gather a tensor from the replicas that share it; return where it arrives, [local shape]."""
     if holder is None:
         return own, []
@@ -321,19 +372,32 @@ def _from_replicas(tensor: Tensor, own: Tensor, holder: ShardedParameters | None
         if rank == holder.rank:
             place.copy_(own)
         if len(place):
-            works.append(_broadcast(place, rank, holder.options.shard_group))
+            works += _bring(place, rank, holder.options.shard_group, takers)
     return flat.view(tensor.shape), works
 
 
-def _from_ranks(local: Tensor, spec: ShardSpec, group: dist.ProcessGroup) -> tuple[list[Tensor], list[dist.Work]]:
+def _from_ranks(
+    local: Tensor, spec: ShardSpec, group: dist.ProcessGroup, takers: Collection[int] | None
+) -> tuple[list[Tensor], list[dist.Work]]:
     """Start to gather the shards of all ranks of a group; return where they arrive, in rank order."""
     if spec.dim is None:
         return [local], []
     shapes = [spec.on_rank(rank).local_shape for rank in range(spec.world_size)]
     shards = [local.contiguous() if rank == spec.rank else local.new_empty(each) for rank, each in enumerate(shapes)]
-    return shards, [_broadcast(shard.view(-1), rank, group) for rank, shard in enumerate(shards) if shard.numel()]
+    works = (_bring(shard.view(-1), rank, group, takers) for rank, shard in enumerate(shards) if shard.numel())
+    return shards, [*chain.from_iterable(works)]
 
 
-def _broadcast(flat: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
-    """Start to broadcast [size], as bytes: no backend supports all dtypes."""
-    return dist.broadcast(as_bytes(flat), group=group, group_src=source, async_op=True)
+def _bring(flat: Tensor, source: int, group: dist.ProcessGroup, takers: Collection[int] | None) -> list[dist.Work]:
+    """Start to bring [size] from a rank of a group to all, or to the one that takes it.
+
+    It travels as bytes: no backend supports all dtypes.
+    """
+    if takers is None:
+        return [dist.broadcast(as_bytes(flat), group=group, group_src=source, async_op=True)]
+    group, own, ranks = message_group(group), dist.get_rank(group), dist.get_process_group_ranks(group)
+    target = next((index for index, rank in enumerate(ranks) if rank in takers), source)
+    if target == source or own not in {source, target}:
+        return []
+    kind, peer = (dist.isend, target) if own == source else (dist.irecv, source)
+    return dist.batch_isend_irecv([dist.P2POp(kind, as_bytes(flat), group=group, group_peer=peer)])

@@ -24,7 +24,7 @@ JOBS = {
     "grpo": Job("grpo", _FEW),
     "grpo lora": Job("grpo", _FEW, adapters=_LORA),
     "grpo tied": Job("grpo", _FEW | {"loss_type": "grpo"}, family="qwen3", sizes={"tie_word_embeddings": True}),
-    "grpo experts": Job("grpo", _FEW, family="mixtral"),
+    "grpo experts": Job("grpo", _FEW, family="mixtral", sizes={"intermediate_size": 36}),
     "rloo": Job("rloo", _FEW),
 }
 _SAMPLE = [("grpo", "tp2pp2"), ("grpo lora", "tp2")]

@@ -29,6 +29,7 @@ from transformers import (
     PrinterCallback,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -37,11 +38,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2pp2": {"tp_size": 2, "pp_size": 2},
     "pp2dp2": {"pp_size": 2, "dp_size": 2},
+    "pp2ep2": {"pp_size": 2, "ep_size": 2},  # two replicas, which share experts
 }
 _CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
     "gemma2": Gemma2Config,
 }
@@ -251,7 +254,7 @@ def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
         if layout is None and not reference.exists():
             model_of(job, seed=4).save_pretrained(reference)
         model.config._name_or_path = str(reference)
-    args = config(folder, **_arguments(job, replicas=2 if "dp2" in (layout or "") else 1))
+    args = config(folder, **_arguments(job, replicas=2 if layout and layout.endswith(("dp2", "ep2")) else 1))
     if layout is None:
         return base(args=args, **options)
     return boosted(base)(args=args, plugin=HybridParallelPlugin(**LAYOUTS[layout], **job.plugin), **options)

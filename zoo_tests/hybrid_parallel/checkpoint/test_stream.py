@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -74,7 +75,8 @@ def _check(family: str, options: dict[str, Any], folder: Path) -> None:
         for size in (512, 0.01):
             _equal(dict(booster.weights(model, dtype=dtype, bucket_size_in_mb=size)), expected)
         last = dist.get_world_size() - 1
-        found = dict(booster.weights(model, dtype=dtype, bucket_size_in_mb=0.01, to_rank=last))
+        with patch.object(dist, "broadcast", None):  # shards travel to one rank
+            found = dict(booster.weights(model, dtype=dtype, bucket_size_in_mb=0.01, to_rank=last))
         _equal(found, expected if dist.get_rank() == last else {})
         _check_shards(dict(booster.weights(model, dtype=dtype, shards=True)), expected)
     # While a bucket is on its way, another stream sends over the same groups.
@@ -218,6 +220,17 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=sentence):
             booster.weights(model, **options)
+    alone = booster.weights(model, to_rank=0)
+    if next(alone, None) is not None:  # on rank 0
+        with pytest.raises(ConfigurationError, match="another stream of weights are read in turns, and"):
+            next(booster.weights(model))
+    alone.close()
+    together = booster.weights(model)
+    next(together)
+    with pytest.raises(ConfigurationError, match="read them one after the other, or leave out to_rank"):
+        next(booster.weights(model, to_rank=1))
+    together.close()
+    assert dict(booster.weights(model))
     booster, model = _boosted("bert", {"tp_size": 2}, {"target_modules": ["query"], "use_dora": True})
     with pytest.raises(ConfigurationError, match="merge_adapters=True cannot merge .* it merges LoRA without DoRA"):
         booster.weights(model, merge_adapters=True)
