@@ -61,6 +61,7 @@ class HybridParallelPlugin(Plugin):
         if dist.is_initialized():
             self.config.parallel.data_parallel_size(dist.get_world_size())
         self._models: list[weakref.ref[HybridParallelModel]] = []
+        self._checked: Callable[[], Any] = lambda: None  # returns the criterion that was checked last
         self._flops: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -258,8 +259,9 @@ class HybridParallelPlugin(Plugin):
         self, batch: Any, model: nn.Module, criterion: Callable[[Any, Any], Any] | None, needs_loss: bool
     ) -> tuple[Any, Callable[[Any, Any], Any] | None]:
         """Return the batch as a mapping and the criterion that takes it; subclasses may convert them."""
-        if criterion is not None:
+        if criterion is not self._checked() and criterion is not None:
             check_criterion(criterion)
+            self._checked = weakref.ref(criterion) if type(criterion).__weakrefoffset__ else lambda: None
         return batch, criterion
 
     @contextmanager

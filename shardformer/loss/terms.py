@@ -301,7 +301,8 @@ class HeadLoss:
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the model's inputs: the batch without labels, plus the decoder inputs derived from them."""
-        inputs = {key: value for key, value in batch.items() if key not in self.label_keys}
+        labels = self.label_keys
+        inputs = {key: value for key, value in batch.items() if key not in labels}
         given = any(inputs.get(key) is not None for key in ("decoder_input_ids", "decoder_inputs_embeds"))
         if self.decoder_inputs is not None and not given and batch.get("labels") is not None:
             inputs["decoder_input_ids"] = self.decoder_inputs(batch["labels"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -64,13 +65,18 @@ def cache_name(inputs: Mapping[str, Any]) -> str | None:
     What has one of the old names counts whatever it is. An input of a user's own model may be called `cache`.
     """
     return next(
-        (name for name, value in inputs.items() if value is not None and (name in CACHE_NAMES[1:] or _is_cache(value))),
+        (
+            name
+            for name, each in inputs.items()
+            if each is not None and (name in CACHE_NAMES[1:] or _is_cache(type(each)))
+        ),
         None,
     )
 
 
-def _is_cache(value: Any) -> bool:
-    return any(base.__module__ == _MODULE for base in type(value).__mro__)
+@cache
+def _is_cache(kind: type) -> bool:
+    return any(base.__module__ == _MODULE for base in kind.__mro__)
 
 
 def ends_in(path: str, name: str) -> bool:

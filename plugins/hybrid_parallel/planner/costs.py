@@ -173,8 +173,10 @@ def dispatched(cost: PartCost, layout: Layout, device: Device) -> PartCost:
     link = device.ring(layout.ep_size, layout.tp_size, has_all_adapters=False)
     there = link.collective("all_to_all", rows, layout.ep_size)
     counts = link.latency * (layout.ep_size - 1)
+    # The profiled experts have the tokens of all tensor-parallel ranks before and after them, and these only their own.
     return replace(
         cost,
+        saved=cost.saved - 2 * (cost.routed - rows),
         forward_talk=cost.forward_talk + counts + 2 * there,
         backward_talk=cost.backward_talk + 2 * there,
         again_talk=cost.again_talk + counts + 2 * there,

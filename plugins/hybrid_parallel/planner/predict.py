@@ -77,16 +77,20 @@ def replica_seconds(
 
 
 def _gathers(device: Device, states: RankStates, forward: float, backward: float) -> float:
-    """Return the exposed seconds of the gathers of all micro-batches: a unit is gathered while the one before runs."""
-    layout, each = states.layout, 0.0
+    """Return the exposed seconds of the gathers of all micro-batches: a unit is gathered while the one before runs.
+
+    Nothing runs before the first unit of a pass.
+    """
+    layout, total, first, last = states.layout, 0.0, 0.0, 0.0
     for axis, shards in layout.shards.items():
-        units = states.held.units(axis)
-        if units and shards > 1:
-            steps = (shards - 1) * (len(units) - 1)
-            each += device.link((shards - 1) * layout.strides[axis]).latency * steps
-            each += _shards_seconds(device, layout, axis, "all_gather", sum(units.values()))
-    exposed = max(0.0, each - device.overlap * forward) + max(0.0, each - device.overlap * backward)
-    return layout.num_microbatches * exposed
+        sizes = states.held.units(axis).values() if shards > 1 else ()
+        units = [_shards_seconds(device, layout, axis, "all_gather", size) for size in sizes]
+        total += sum(units)
+        first, last = first + sum(units[:1]), last + sum(units[-1:])
+    exposed = [
+        each + max(0.0, total - each - device.overlap * rest) for each, rest in ((first, forward), (last, backward))
+    ]
+    return layout.num_microbatches * sum(exposed)
 
 
 def _reduction(device: Device, states: RankStates, backward: float) -> float:

@@ -168,7 +168,7 @@ class UserGroups:
 
     def refuse_strangers(self) -> None:
         """Refuse parameters that were added to a group after `boost`: they would have no gradients here."""
-        if any(param not in self._held for group in self._groups for param in group["params"]):
+        if not all(all(map(self._held.__contains__, group["params"])) for group in self._groups):
             raise ConfigurationError(
                 "optimizer.param_groups holds a parameter that was added after boost(); add it to the optimizer "
                 "before, frozen by requires_grad=False until it is to be trained"
