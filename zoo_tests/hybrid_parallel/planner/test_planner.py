@@ -87,6 +87,21 @@ def test_small_products_are_less_efficient() -> None:
     assert device.matmul_seconds(1.0, 1e9, "bf16") == pytest.approx(1e9 / device.bandwidth)
 
 
+@pytest.mark.slow
+def test_nothing_hides_the_first_gather_of_a_pass_and_masters_cost_traffic() -> None:
+    device, build = replace(PRESETS["H100"], overlap=1e9), _build(2)
+    seconds = {}
+    for precision in ("fp32", "bf16"):
+        predictor = Predictor(ModelMap(build), Profiler(build, _LENGTH, device, precision))
+        layout = Layout(2, 1, 1, num_microbatches=3, zero_stage=3, precision=precision)
+        (states,) = predictor._place(layout).states
+        *_, last = first, *_ = states.held.units("tp").values()
+        seconds[precision] = predictor.predict(layout).seconds
+        hidden = sum(device.inside.collective("all_gather", size, 2) for size in (first, last))
+        assert seconds[precision].gathers == pytest.approx(3 * hidden)
+    assert seconds["bf16"].optimizer == pytest.approx(seconds["fp32"].optimizer * (32 + 18) / 32)
+
+
 def test_presets_and_what_the_user_knows_better() -> None:
     assert preset("h200", memory=1e9).memory == 1e9
     with pytest.raises(ConfigurationError, match="no device 'V100' is known; use A100, H100, H200, B200 or this-machi"):
