@@ -114,7 +114,6 @@ class JobProfile:
     Args:
         folder: receives `trace.json`, `memory.json`, and snapshots of GPUs; if there are several machines, names of
             files end with that of the machine.
-        alone: whether all ranks run on this machine.
     """
 
     def __init__(self, num_steps: int, folder: Path, alone: bool = True) -> None:
@@ -175,9 +174,6 @@ _KIB = 1024
 
 def memory_of_this_rank(names: Mapping[int, str]) -> dict[str, Any]:
     """Return a report that JSON can hold.
-
-    Args:
-        names: address of a parameter -> its name.
 
     Returns:
         `peak_resident_bytes` of the process so far; on a GPU `peak_allocated_bytes` and `peak_reserved_bytes`;

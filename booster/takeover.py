@@ -51,11 +51,7 @@ def install() -> None:
 
 
 class AfterImport(MetaPathFinder):
-    """Finds no modules itself, and changes some that others find.
-
-    Args:
-        act: is given each of them when it has been imported.
-    """
+    """Finds no modules itself, and changes some that others find."""
 
     def __init__(self, names: Sequence[str], act: Callable[[ModuleType], None]) -> None:
         self.names, self.act = names, act

@@ -51,9 +51,6 @@ class CountedReplicas(PartialState):
 
     A Trainer's arguments hold it, so that `args.world_size` is this number; `args.process_index` stays the rank, by
     which one of all ranks saves and logs.
-
-    Args:
-        count: returns the number of replicas.
     """
 
     def __init__(self, count: Callable[[], int]) -> None:

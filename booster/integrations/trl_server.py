@@ -21,8 +21,6 @@ class _ClientOfFirstRank:
     """TRL's client, which the first rank of the job has: all ranks call a method, and get what it returns there.
 
     Args:
-        url: of the server, for messages.
-        connect: makes the client.
         on_first_rank: calls a function on the first rank, and returns its result on all.
 
     Raises:

@@ -181,7 +181,6 @@ class HybridBoosterEngine(BaseEngine):
         Args:
             data: sequences of this replica, jagged, [rows, tokens].
             loss_function: (model_output, data, dp_group) -> (loss, metrics); None to infer.
-            forward_only: whether to leave the backward pass out.
 
         Returns:
             `model_output`, `loss` of each micro-batch, and `metrics`, on ranks that run the last stage. Other ranks
@@ -400,7 +399,6 @@ class _Losses:
         micro_batches: of verl, one for each row of the pipeline's batch.
         loss_function: of verl; None to infer.
         model_outputs: (logits, micro-batch) -> what the loss reads.
-        group: data-parallel ranks.
     """
 
     own_entries = (_INDEX,)

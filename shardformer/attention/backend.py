@@ -237,11 +237,7 @@ VARLEN = "flash_varlen"  # models ask by the name whether a kernel is told of do
 
 
 class MaskIfRead:
-    """A mask for SDPA, [batch, 1, seq, seq], that is made by the first layer that reads it.
-
-    Args:
-        make: returns the mask.
-    """
+    """A mask for SDPA, [batch, 1, seq, seq], that is made by the first layer that reads it."""
 
     def __init__(self, make: Callable[[], Tensor | None]) -> None:
         self._make = make

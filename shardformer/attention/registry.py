@@ -44,7 +44,6 @@ def with_own_sinks(kernel: Callable[..., Any], arguments: Mapping[str, Any], ran
     Args:
         kernel: (module, query, ...), query: [batch, heads of this rank, seq, head_dim].
         arguments: with which it will be called; without sinks it is returned as it is.
-        rank: in the group that exchanges.
     """
     return kernel if arguments.get(_ARGUMENT) is None else partial(_call_with_sinks, kernel, rank)
 
@@ -335,7 +334,6 @@ def use_backend(
 
     Args:
         request: True for the fastest backend that fits, or the name of one.
-        device, dtype: what the model will run on and in.
         trains: whether dropout will be active.
 
     Raises:

@@ -219,11 +219,7 @@ class ContextMask:
 
 
 class PendingMask:
-    """Mask as a mask function returns it: without the pass, because it does not receive the model.
-
-    Args:
-        make: returns the mask of a pass.
-    """
+    """Mask as a mask function returns it: without the pass, because it does not receive the model."""
 
     def __init__(self, make: Callable[[ContextParallelPass], ContextMask]) -> None:
         self._make, self._mask = make, None

@@ -352,9 +352,6 @@ _MEMORY = ("key_value_states", "encoder_hidden_states")
 class UlyssesAllToAll:
     """All-to-all exchange around attention in one sequence-parallel region. Copies of the model share it.
 
-    Args:
-        region: defines this rank's slice of the sequence.
-
     Attributes:
         memory_length: tokens of the encoder's sequence, where the attention that runs now reads it; None where it reads
             the sequence of its queries.
@@ -430,7 +427,6 @@ class BlockedSequence(SequenceParallel):
     Inside of a tensor-parallel region ranks have whole sequences, and each weight is computed in blocks of features.
 
     Args:
-        blocks: the blocks of the axis.
         is_cut: whether ranks have different blocks of the sequence; otherwise each of them has all.
     """
 

@@ -77,7 +77,6 @@ class VocabParallelEmbedding(ParallelModule):
     padded with zero rows that no id reaches: an id outside of the vocabulary is refused, as by the native layer.
 
     Args:
-        native: the native embedding, for its options.
         weight: local rows [padded vocabulary / ranks, hidden].
     """
 

@@ -49,7 +49,6 @@ class TokenDispatcher:
 
     Args:
         num_experts: total over all ranks; the ranks hold equal shares, in order.
-        group: the ranks that share the experts.
         tp_group: tensor-parallel ranks that see the same tokens, so that each sends a slice of them; None if each rank
             sees different tokens.
         meanwhile: called while tokens are on their way; None for nothing to do.
@@ -72,7 +71,6 @@ class TokenDispatcher:
         """[tokens, hidden] -> [tokens, hidden]; all ranks of the group must call this, with any number of tokens.
 
         Args:
-            experts: runs the experts of this rank.
             hidden_states: [tokens, hidden].
             top_k_index, top_k_weights: experts of each token, and their weights, [tokens, k].
         """
@@ -161,7 +159,6 @@ class ExpertCapacity:
 
     Args:
         factor: capacity as a multiple of a fair share.
-        num_experts: total over all ranks.
         skips: whether a choice over the limit may get the number `num_experts`; else its weight becomes zero.
     """
 
@@ -219,7 +216,6 @@ class SharedExpert:
 
     Args:
         block: the block, which replaces the shared expert by one that asks here.
-        name: its name there.
     """
 
     def __init__(self, block: nn.Module, name: str) -> None:

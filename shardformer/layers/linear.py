@@ -295,10 +295,6 @@ def column_layer(
 ) -> Any:
     """Shard a native linear layer between its outputs, as a layer of a class.
 
-    Args:
-        gather_output, input_is_gathered: those of the class.
-        kwargs: of `column_spec`.
-
     Raises:
         TypeError: `module` is not a linear layer.
         ValueError: `gather_output` is set for a fused projection or for heads.

@@ -102,7 +102,6 @@ class FusedRMSNorm(ParallelModule):
     Liger's kernel on a GPU if it is installed, else torch's.
 
     Args:
-        native: the norm, with a weight [hidden].
         offset: what is added to the weight: 1.0 for norms of Gemma, whose weights start at 0.
     """
 

@@ -63,11 +63,7 @@ def replicated_linear(module: nn.Module) -> nn.Module | None:
 
 
 def replace_native_layers(model: nn.Module, with_buffers: bool = False) -> None:
-    """Replace the linear layers and embeddings of torch and transformers below `model` by those of this file.
-
-    Args:
-        with_buffers: only those on whose weight's gradient a buffer waits.
-    """
+    """Replace layers below `model` by those of this file; `with_buffers`: only where a gradient's buffer waits."""
     chosen = (each for each in model.modules() if not with_buffers or has_grad_buffer(each._parameters.get("weight")))
     found = {module: replicated_linear(module) or _replicated_embedding(module) for module in chosen}
     replace_modules(model, {module: new for module, new in found.items() if new is not None and new is not module})

@@ -290,13 +290,7 @@ def is_recorded(model: nn.Module) -> bool:
 
 
 class RecordedValues:
-    """Values of a model that was built in `record_module_init`, as a WeightReader.
-
-    Create it while the model is whole: random draws belong to the first name of a parameter in the whole model.
-
-    Args:
-        model: the model, not yet sharded.
-    """
+    """Values of a recorded model, as a WeightReader, made while it is whole: first names draw."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._seed = seed

@@ -371,11 +371,7 @@ _ASKS = ("_is_torch_distributed_initialized", "is_accelerate_available")
 
 
 class LossOfOneProcess:
-    """A loss function of transformers that does not look for other ranks.
-
-    Args:
-        function: the function, which is called with other globals.
-    """
+    """A loss function of transformers that does not look for other ranks."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function

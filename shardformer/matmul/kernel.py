@@ -43,12 +43,7 @@ class LinearKernel(ABC):
 
     @abstractmethod
     def cut(self, native: nn.Module, features: ShardSpec, dim: int) -> nn.Parameter:
-        """Return this rank's shard of a layer's weight, with its `ShardSpec`.
-
-        Args:
-            native: the native layer, which stays as it is.
-            features: sharding of the outputs (`dim` 0) or of the inputs (`dim` 1), of one dim.
-        """
+        """Return this rank's shard of a weight, with its `ShardSpec`; `features`: of outputs (dim 0) or inputs (1)."""
 
     def prepare(self, layer: Any, native: nn.Module) -> None:  # noqa: B027 (most kernels need nothing more)
         """Give a sharded layer, which has its weight already, what `multiply` needs besides."""

@@ -128,7 +128,6 @@ class PromptedEmbedding(nn.Module):
 
     Args:
         model: the transformers model, which is no sub-module of this one.
-        path: path of the embedding in it.
         width: features of a token; models may project them to the width of their layers.
     """
 

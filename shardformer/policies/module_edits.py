@@ -216,7 +216,6 @@ def sum_gradient_of_rotary_part(module: nn.Module, size: int, group: ProcessGrou
     column-parallel layer, which sums their gradient itself.
 
     Args:
-        module: the compressed key/value projection.
         size: number of features of the rotary key.
     """
 

@@ -288,10 +288,7 @@ def projections(query: str, key: str, value: str, num_heads: Count, reads_encode
 
 
 class TablePolicy(Policy):
-    """Base class of the policies of families.
-
-    A family of this package has the usual losses of its heads unless it sets `head_losses`.
-    """
+    """Base of families' policies, with the usual losses of their heads unless they set `head_losses`."""
 
     origin = Origin.FAMILY
     # class name of a module, with `{}` for the prefix -> entries about its parts

@@ -35,9 +35,6 @@ class MetaModule(StagePlaceholder):
     A copy of the module runs on the meta device, once for each combination of input shapes. Numbers that the module
     returns (height and width of a grid) are right. The dummies are NaN: should a later layer read one, the loss is NaN
     instead of wrong.
-
-    Args:
-        module: the full module, not yet sharded.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -138,7 +135,6 @@ class KeptOutput(StagePlaceholder):
     """Placeholder for a module of an earlier stage; returns the received output of the module.
 
     Args:
-        path: path of the module in the base model.
         count: number of tensors in the output of the module; 0 for a bare tensor.
         module: the full module, if its output is not a tuple of tensors, or models read attributes of its parts (the
             dtype of DINOv3's patch embedding); its structure is computed on the meta device.

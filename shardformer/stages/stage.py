@@ -135,8 +135,6 @@ class StagePartitioner:
 
     Args:
         base_path: path of the base model inside `model` ("" for a bare base model).
-        layout: where the family can be split.
-        manager: the stages of this rank.
     """
 
     def __init__(self, model: nn.Module, base_path: str, layout: StageLayout, manager: PipelineStageManager) -> None:
@@ -396,7 +394,6 @@ def run_stage(
     """Run one forward pass of a pipeline stage.
 
     Args:
-        model: the model, partitioned by `StagePartitioner`.
         message: the previous stage's message, the hidden state [batch, seq, hidden] first; None on the first stage.
         inputs: the keyword arguments of the model's forward, the same on every stage.
         stage: index of the stage, one of this rank's stages; None if the rank has only one.

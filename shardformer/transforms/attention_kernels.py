@@ -112,10 +112,8 @@ def route_attention(
     """Route the attentions of `model` through the kernel that the options ask for.
 
     Args:
-        model: the model, whose layers have been replaced.
         held_layers: returns the layers of this rank, by lists of consecutive ones.
         exchanged: the parts of sequences that attention in these layers exchanges for heads; None if it does not.
-        device: that the model will run on.
     """
     shares_inputs = config.context is not None and exchanged is None
     if exchanged is not None or (config.enable_flash_attention and config.context is None):
@@ -140,7 +138,6 @@ def divide_layers(
     """Let layers see parts of sequences, which are whole before and after each list of layers.
 
     Args:
-        lists: layers that run one after the other on this rank.
         by_exchange: whether attention exchanges parts for heads, so that layers read the positions of their parts.
     """
     for layers in filter(None, lists):
@@ -168,9 +165,7 @@ def leave_between_layers(
     """Let sequences be whole where `runner`, the module around the layers, adds features of a layer to their states.
 
     Args:
-        runner: the module that calls the layers.
         names: inputs of `runner` with features for some layers; it adds them in front of a layer or behind it.
-        held: layers that run one after the other on this rank.
         region: the parts of sequences that layers have.
     """
     inputs, gaps = LayerInputs(runner), _Gaps(region)

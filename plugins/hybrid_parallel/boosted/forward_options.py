@@ -51,7 +51,6 @@ class ForwardOptions:
         reads_documents: whether documents in a row are those of transformers' attention, which are told by positions,
             or by borders for flash-attn; a model of one's own may read them in its own way.
         main_input: name of the entry of a batch that has a row for each sample, if the model tells.
-        dtype: of most values of the parameters.
         media_tokens: of images and sounds; see the function of that name.
     """
 

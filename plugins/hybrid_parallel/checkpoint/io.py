@@ -108,7 +108,6 @@ class HybridParallelCheckpointIO(CheckpointIO):
         """Write a Hugging Face directory, or the adapters of a peft model.
 
         Args:
-            size_per_shard: maximum size of one file.
             dtype: dtype of the weights in the files; None for that of the model.
 
         Raises:

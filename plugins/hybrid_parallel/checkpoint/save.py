@@ -154,7 +154,6 @@ def save_model_files(
     sees a partial save. Files of an earlier save stay unchanged until all new files are complete.
 
     Args:
-        size_per_shard: maximum size of one file, such as "5GB".
         dtype: dtype of floating-point weights in the files; None for their own.
 
     Raises:

@@ -350,8 +350,6 @@ class Snapshot:
 
     Args:
         pieces: its pieces, in the order of the ranks that have left them.
-        headers: their descriptions.
-        holders: ranks that can read each piece.
         here: files that this rank can read.
 
     Attributes:

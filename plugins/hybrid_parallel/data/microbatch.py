@@ -220,12 +220,7 @@ def _has_several_rows(key: str, value: Tensor, rows: int) -> bool:
 def stand_in(
     batch: Mapping[str, Any], tokens: Mapping[str, int] = MappingProxyType({}), rows: int = 0
 ) -> dict[str, Any]:
-    """Return a placeholder sample for an empty share: zeros, masks that hide nothing, and positions from 0 on.
-
-    Args:
-        batch: the share, or another part of the batch.
-        tokens: of images and sounds, which the sample has none of; see `media_tokens`.
-    """
+    """Return zeros for an empty share, all visible, positions from 0, without media (`tokens`)."""
 
     def sample(name: str, value: Any) -> Any:
         if isinstance(value, list) and len(value) == rows:  # entries of single samples, as the targets of a detector
@@ -307,7 +302,6 @@ def agreed_microbatches(rows: int, count: Callable[[int, int], int], mesh: Hybri
     Every share of the batch that is not empty has at least that many samples.
 
     Args:
-        rows: samples of this rank's share of the batch.
         count: (samples, stages) -> number of micro-batches that one rank alone would use.
     """
     # On the CPU: reading the result must not wait for the device.
@@ -341,13 +335,7 @@ class PackedRow:
 
 
 def packed_row(batch: Mapping[str, Any], head_loss: HeadLoss, has_labels: bool = True) -> PackedRow | None:
-    """Return the documents of a batch that may be cut between them; None if it has to stay whole.
-
-    Args:
-        batch: tensors on the host, if the host is not to wait for the device.
-        head_loss: the loss of the model's head.
-        has_labels: whether it computes the loss of the batch.
-    """
+    """Return documents of a batch, on the host if it is not to wait, to cut between; None if it stays whole."""
     if not may_be_packed(batch) or asks_for_cache(batch) or not head_loss.per_token:
         return None
     positions = batch["position_ids"]

@@ -211,7 +211,6 @@ class OrderObjects:
     Args:
         batch_sampler: the batch sampler of the boosted loader, over that of the user; None for an iterable dataset.
         dataset: the dataset, or the shares of an iterable one.
-        num_workers, persistent_workers: options of the loader.
     """
 
     def __init__(self, batch_sampler: Any, dataset: Any, num_workers: int, persistent_workers: bool) -> None:

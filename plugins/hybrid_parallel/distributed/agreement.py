@@ -139,8 +139,6 @@ def _copied_ahead(
     """Yield chunks of `data` from two buffers, of which one is filled while the other is read.
 
     Args:
-        data: bytes on the device.
-        size: bytes of a chunk.
         allocate: returns a buffer of so many bytes in host memory.
         start_copy: starts a copy (target, source), and returns a function that waits for it.
     """

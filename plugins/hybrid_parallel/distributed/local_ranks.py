@@ -190,7 +190,6 @@ def run_on_local_ranks(
     """Run a module-level function on new ranks with a process group of their own.
 
     Args:
-        arguments: arguments of the function, the same on every rank.
         timeout_s: seconds for everything, including the start.
         device: "cpu" for gloo, "cuda" for NCCL with a GPU for each rank.
 

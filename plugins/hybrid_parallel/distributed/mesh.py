@@ -218,13 +218,7 @@ def stage_group(mesh: HybridMesh) -> ProcessGroup:
 
 
 def block_group(mesh: HybridMesh, count: int, use: Callable[[Tensor], Tensor], sequence_count: int) -> ProcessGroup:
-    """Return a group of this rank's tensor-parallel axis that computes in `count` blocks.
-
-    All ranks of the world must call this.
-
-    Args:
-        use, sequence_count: see `Blocks`.
-    """
+    """Return this rank's tensor-parallel group that computes in `count` blocks; all ranks call it."""
 
     def build() -> ProcessGroup:
         group = _own_group(mesh.device_mesh.mesh.flatten(0, 2).tolist(), "tp")

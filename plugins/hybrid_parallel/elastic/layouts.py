@@ -82,12 +82,7 @@ class PlansAhead:
         return self._known
 
     def begin(self, model: Any, loader: Any) -> None:
-        """Start to plan on rank 0; without plans, a restart reduces the sizes of the layout.
-
-        Args:
-            model: the boosted model; nothing is planned if it cannot be built from its configuration.
-            loader: the boosted loader, which knows the global batch.
-        """
+        """Start to plan on rank 0, for a `model` that its configuration builds; else restarts shrink the layout."""
         if self._is_asked or self._known or dist.get_rank() != 0:
             return
         self._is_asked = True
@@ -171,10 +166,6 @@ class StepBoundary:
 
     Rank 0 says in one snapshot that the next is the last. No rank can pass the step between the two without rank 0, so
     all of them know when they get there.
-
-    Args:
-        place: place of this rank in its elastic job.
-        store: store of all ranks of this round.
     """
 
     def __init__(self, place: ElasticPlace, store: dist.Store, rank: int) -> None:
@@ -246,7 +237,6 @@ class LayoutChoice:
     """Choice of a layout by the number of ranks.
 
     Args:
-        known: plans that were made ahead.
         global_batch: samples of a step; None before the first.
     """
 
@@ -336,11 +326,7 @@ def _tell(config: HybridParallelConfig, choice: LayoutChoice, world_size: int, p
 
 
 class ElasticCheckpointIO(HybridParallelCheckpointIO):
-    """Adds snapshots in the memory of the machines to checkpoints; a job continues from the newer of the two.
-
-    Args:
-        plans: layouts for other numbers of ranks.
-    """
+    """Adds snapshots in the memory of the machines to checkpoints; a job continues from the newer of the two."""
 
     def __init__(self, mesh: HybridMesh, plans: PlansAhead) -> None:
         super().__init__(mesh)

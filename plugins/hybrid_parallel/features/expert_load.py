@@ -70,7 +70,6 @@ class ExpertBalance:
     """Load of the experts of one model.
 
     Args:
-        losses: the loss of the model, which knows its tokens.
         rate: by which biases of routers move after each step; 0 leaves them.
     """
 

@@ -264,7 +264,6 @@ class StepTrace:
     """Inputs and losses of the passes since the last step of an optimizer.
 
     Attributes:
-        microbatches: the micro-batches of the last pass.
         losses: for each pass, (micro-batch, share of the loss) pairs in the order of its backward passes.
         watch: observer of single modules, in debug mode.
     """

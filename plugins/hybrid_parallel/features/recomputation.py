@@ -31,7 +31,6 @@ class RecomputedLayer(nn.Module):
 
     Attributes:
         gradient_checkpointing: whether the layer is recomputed, by the name that layers of transformers have for it.
-        how: keywords of `checkpoint`.
     """
 
     gradient_checkpointing = True

@@ -90,7 +90,6 @@ class ContrastiveStepLoss(ModelStepLoss):
     gradients are known then, before any backward pass, and the passes of the others start from them.
 
     Args:
-        rest: see `ModelStepLoss`.
         compares_all: whether the batch is the global one.
     """
 
@@ -268,7 +267,6 @@ class LossChoice:
     """Chooses the loss of each step for one model.
 
     Args:
-        model: the sharded model, possibly inside peft's wrappers.
         adds_exactly: whether sums are the same bits in any order, see `StepLoss`.
         compares_all: whether contrastive losses compare the samples of all replicas, or those of each alone.
 

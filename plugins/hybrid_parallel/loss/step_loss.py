@@ -185,7 +185,6 @@ class TokenScores(NoLoss):
     """No loss: the outputs are the scores of the tokens in `shift_labels`, each at the position that predicts it.
 
     Args:
-        asked: which scores.
         head_loss: loss of the model's head, which knows the inputs that are derived from labels; None if unknown.
         axis: the axis over which the model leaves sequences split; None if its outputs are of whole sequences.
     """
@@ -243,7 +242,6 @@ class HeadStepLoss(StepLoss):
     """Loss of the model's own head.
 
     Args:
-        head_loss: computes sums and counts of the loss.
         batch: the batch that the micro-batches are parts of; it has its keys even if this replica's share is empty.
         axis: the axis over which the model leaves sequences split; None if its outputs are of whole sequences.
         adds_routers: whether to add the auxiliary loss of the model's routers, all of which are in one pass.
@@ -499,8 +497,6 @@ class RouterBalance:
     """The auxiliary loss of one batch.
 
     Args:
-        routers: computes sums of scores.
-        scores: collects the scores of this rank's routers.
         masks: the attention mask of this rank's tokens in each micro-batch, [batch, seq/cp] or None; none if the share
             of this replica is empty.
         cuts_over_tp: whether tensor-parallel ranks route different tokens (`all_to_all` sequence parallelism).

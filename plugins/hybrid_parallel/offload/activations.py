@@ -62,7 +62,6 @@ class SavedTensor(KeptTensor):
 
     Attributes:
         storage: the memory, which other saved tensors may share.
-        layer: what was saved together with it.
     """
 
     def __init__(self, tensor: Tensor, storage: SavedStorage, layer: SavedLayer) -> None:

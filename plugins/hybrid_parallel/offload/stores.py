@@ -41,7 +41,6 @@ class PagedFile(SharedSegment):
     any file, stay in the page cache as long as the system has memory for it. Other ranks of the machine can read it.
 
     Args:
-        directory: where the file is; created if its parent exists.
         option: the option that names the directory, for messages.
     """
 
@@ -225,11 +224,7 @@ class FileStore:
     leaves. The system starts to write pages to the disk at once, and can use their memory as soon as it needs some.
 
     Args:
-        directory: where the file is; created if its parent exists.
         option: the option that names the directory, for messages.
-
-    Attributes:
-        space: the parts of the file.
     """
 
     def __init__(self, directory: Path, option: str) -> None:

@@ -310,10 +310,6 @@ def warm_up(links: Mapping[int, Links], num_stages: int) -> bool:
     That blocks both ranks until the other one comes, so it must not happen within a step. All ranks of a pipeline must
     call this. Each follows the order of the stages, so that no circle of ranks waits.
 
-    Args:
-        links: the channels of this rank's stages, by stage.
-        num_stages: number of stages of all ranks.
-
     Returns:
         True, once all messages of this rank have arrived.
     """

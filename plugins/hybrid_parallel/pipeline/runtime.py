@@ -40,7 +40,6 @@ class PipelineRuntime:
 
     Args:
         schedule: the pipeline schedule, which also assigns stages to ranks.
-        num_chunks: number of stages per rank.
         recorder: measures every action of training steps; None for no measurements.
     """
 

@@ -88,8 +88,6 @@ def measure_axis(
 
     Args:
         point_to_point: measure messages between neighbours, as pipeline stages send them, instead of collectives.
-        sizes: bytes of the large buffers.
-        repeats: number of measurements; the median is reported.
     """
     operations_on = _messages if point_to_point else _collectives
     small, *_ = operations_on(_SMALL_BYTES, group, device)
@@ -300,7 +298,6 @@ def calibrate(
     Args:
         build: builds the model. It is also called in other processes, so it must be a module-level function or a
             `functools.partial` of one.
-        world_size: number of ranks of the planned layouts.
         length: tokens of a sample.
         precision: training precision, "fp32", "bf16" or "fp16".
         cases: combinations of sharding and micro-batch size to measure.
@@ -346,8 +343,6 @@ def measure_device(
 
     Args:
         device: this rank's device, which is not known without the process group.
-        inside, between: the links of a machine and of its network.
-        node_size: number of ranks of a machine.
         ranks: number of ranks that share this machine's memory.
     """
     rate, half, bandwidth = _kernels(device, precision)

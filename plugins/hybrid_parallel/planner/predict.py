@@ -160,11 +160,7 @@ class _Placed:
 
 
 class Predictor:
-    """Predictor of the cost of layouts, for one model on one kind of device.
-
-    Args:
-        model: layers and stages of the model.
-    """
+    """Predictor of the cost of layouts, for one model on one kind of device."""
 
     def __init__(self, model: ModelMap, profiler: Profiler) -> None:
         self.model, self.profiler = model, profiler

@@ -271,7 +271,6 @@ def record(
     """Record a forward and a backward pass on fake tensors, by part, for each micro-batch size.
 
     Args:
-        rows: micro-batch sizes.
         length: tokens of a sample.
         device: name of the device, which decides how attention and loss run.
 

@@ -55,7 +55,6 @@ def layer_lists(model: nn.Module, base_path: str, layout: StageLayout | None) ->
 
     Args:
         base_path: path of the base model, to which the paths of `layout` are relative.
-        layout: the pipeline structure of the model.
 
     Returns:
         The lists; empty if `layout` is None.

@@ -109,7 +109,6 @@ def plan_buckets(
 
     Args:
         stages: index of each stage of the rank -> its parts.
-        profile: the profile for the layout's tensor-parallel size.
         num_shards: number of ranks that share the optimizer states, by axis; see `Layout.shards`.
         device_type: "cpu" or "cuda", on which the default size of buckets depends.
     """
@@ -281,12 +280,7 @@ class StaticMemory:
 
 
 def static_of(held: RankParameters, profile: Profile, config: HybridParallelConfig, replica: int = 0) -> StaticMemory:
-    """Count the persistent bytes of a rank that trains with AdamW.
-
-    Args:
-        profile: the profile for the layout's tensor-parallel size.
-        replica: position of the rank among the data-parallel times context-parallel ranks.
-    """
+    """Count a rank's persistent bytes with AdamW; `replica`: its place among replicas and context ranks."""
     parameters = held.frozen_whole + sum(bucket.shard * bucket.itemsize for bucket in held.frozen_units)
     masters = gradients = states = 0
     for bucket in held.buckets:

@@ -51,11 +51,7 @@ if TYPE_CHECKING:
 
 
 class UnitStream(SharedStream):
-    """Random stream of a model that is seeded by position.
-
-    Args:
-        seed: the same on all ranks.
-    """
+    """Random stream of a model that is seeded by position."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -90,13 +86,7 @@ class UnitStream(SharedStream):
             self._is_active = before
 
     def begin_pass(self, step: int, units_before: int, units: int) -> None:
-        """Note which samples come next.
-
-        Args:
-            step: number of optimizer steps so far.
-            units_before: units of this batch on the replicas before this one.
-            units: units of this batch on all replicas.
-        """
+        """Note which samples come next; `units_before`: of this batch on the replicas before this one."""
         if step != self._step:
             self._step, self._next = step, 0
             self._seeds.clear()
@@ -147,16 +137,9 @@ class UnitStream(SharedStream):
 
 
 class Units:
-    """Cuts batches into units.
+    """Cuts batches into units."""
 
-    Args:
-        size: samples of a unit.
-        stream: draws the random numbers of the units.
-
-    Attributes:
-        counts_positions: whether positions are counted from the first token that is no padding, as `generate` does.
-    """
-
+    # whether positions are counted from the first token that is no padding, as `generate` does
     counts_positions: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, size: int, mesh: HybridMesh, stream: UnitStream) -> None:
@@ -166,8 +149,6 @@ class Units:
         """Begin a pass over a batch; all replicas call it, with their own `rows`.
 
         Args:
-            rows: samples of this replica.
-            step: number of optimizer steps so far.
             replicas_wait: whether replicas wait for one another in each pass.
 
         Returns:
@@ -361,7 +342,6 @@ def check_names_of_tied(tied: Collection[nn.Parameter], model: nn.Module, aliase
     """Refuse layers that several stages share: one process adds up the gradients of all their calls by itself.
 
     Args:
-        tied: the parameters of this rank that other stages hold too.
         aliases: name -> the other names of the same parameter in the whole model.
 
     Raises:

@@ -107,14 +107,7 @@ def wrap_model(
     held: Mapping[nn.Parameter, Source] | None = None,
     features: Sequence[Feature] | None = None,
 ) -> BuiltModel:
-    """Cast and wrap a sharded model.
-
-    Args:
-        origin: description of the whole model.
-        shared: the parameters that several stages hold, see `shard_model`.
-        held: the parameters without values, see `defer_values`.
-        features: what attaches to the model; None for the features of `config`.
-    """
+    """Cast and wrap a sharded model; `shared`: see `shard_model`; `features`: None for those of `config`."""
     features = features_of(config, model) if features is None else features
     defer_partial_sums(model)  # the buckets sum gradients
     initial = cast(model, config.mixed_precision)

@@ -35,7 +35,6 @@ def describe_outputs(
     """Describe outputs in a JSON-serializable form, by name and in order.
 
     Args:
-        results: outputs of each micro-batch.
         coupled: names of outputs whose rows depend on other samples of the batch.
         rows: number of samples; 0 for a placeholder.
         lengths: tokens of each micro-batch, if they are parts of one row.
@@ -252,8 +251,6 @@ class StageOutputs(dict[str, Any]):
     Reading a value for the first time is collective: all ranks of the pipeline must read it.
 
     Args:
-        names: names of the outputs, in order.
-        fetch: name -> value, on all ranks of the pipeline.
         withheld: name -> why the output of the plain model cannot be read; in loops it has its place (`Withheld`).
     """
 
@@ -341,7 +338,6 @@ def merge_outputs(outputs: Sequence[Any], lengths: Sequence[int] | None = None, 
     Args:
         lengths: tokens of each micro-batch if they are parts of one row, whose outputs [1, part, ...] are concatenated
             along the tokens.
-        rows: samples of each micro-batch, if known.
 
     Raises:
         ConfigurationError: if values of micro-batches differ in more than the number of samples, or of tokens, or have

@@ -215,8 +215,6 @@ class Batch:
         """Split the batch; all replicas call this.
 
         Args:
-            trains: whether a backward pass follows.
-            must_fill: whether the first batch must fill the pipeline.
             least: the fewest micro-batches, also of an empty share.
 
         Raises:

@@ -124,8 +124,6 @@ class PipelineCall:
     """One call of the model: its outputs, and what its backward pass needs.
 
     Args:
-        number: how many calls of this model came before.
-        split: the batch in parts.
         weight: that of this replica's rows in a mean of the script's own; None if there is one replica.
     """
 

@@ -115,7 +115,6 @@ def further_inputs(
 
     Args:
         family: name of the family's folder in `transformers.models`.
-        batch: the inputs made so far.
     """
     takes = inspect.signature(model.forward).parameters
     given, found = _Given(model, batch, generator), {}

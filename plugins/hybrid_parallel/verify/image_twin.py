@@ -81,11 +81,7 @@ class NoMediaError(ValueError):
 
 
 def image_twin_of(twin: TinyModel) -> ImageTwin:
-    """Return the twin with images in the first style in which they reach the loss.
-
-    Raises:
-        NoMediaError: there is none; it names the error of each style.
-    """
+    """Return the twin with images as they reach the loss first; NoMediaError names each style's error."""
     reasons = {}
     for style in STYLES:
         config = type(twin.config).from_dict(twin.config.to_dict())

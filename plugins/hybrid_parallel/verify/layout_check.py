@@ -125,9 +125,6 @@ def check_layout(subject: CheckedModel, options: Mapping[str, Any], world_size: 
     """Check the layout of `options` for a model, without ranks; never raises.
 
     It runs in a thread of its own, where no mode of the caller holds: autocast, no_grad, hooks of saved tensors.
-
-    Args:
-        world_size: number of ranks of the layout, of any size.
     """
     usual, collects = torch.get_default_dtype(), gc.isenabled()
     torch.set_default_dtype(torch.float32)

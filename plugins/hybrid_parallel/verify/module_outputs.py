@@ -94,7 +94,6 @@ def difference(
     """Return the largest relative difference between an output and the one that the ranks of a stage computed.
 
     Args:
-        expected: output of the unsharded model.
         replicas: outputs of the same module on the ranks, [dp][tp].
         mask: [batch, seq], 1 for tokens and 0 for padding.
         as_sum: treat the outputs of tensor-parallel ranks as partial sums.
@@ -184,7 +183,6 @@ class OperatorLog(OutputLog):
     Args:
         model: the whole model or a rank's part.
         path: path of the module; nothing is recorded if it is on another stage.
-        file: the modeling code of the module.
     """
 
     def __init__(self, model: nn.Module, path: str, file: str) -> None:

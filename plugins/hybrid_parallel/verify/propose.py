@@ -172,9 +172,7 @@ def propose_verified(
 
     Args:
         subject: the model, small enough to train on CPUs, and its batches.
-        rows: samples of a batch.
         criterion: (outputs, batch) -> mean over the samples; None for the model's own loss.
-        tolerance: largest differences to the unsharded training.
         run: `run(function, 2, *arguments, timeout_s=...)` runs a function on two ranks.
 
     Returns:
@@ -272,7 +270,6 @@ def share_cut(
     Args:
         build: builds the whole model; called twice.
         batch: inputs of a forward pass; None if the FLOPs are not asked for.
-        tp_size: number of tensor-parallel ranks.
         options: further options of `HybridParallelPlugin`, such as `custom_policy`.
 
     Raises:

@@ -48,9 +48,6 @@ def batch_for(model: nn.Module, step: int, rows: int = 6, has_labels: bool = Tru
 
     Sequence lengths also differ between steps.
 
-    Args:
-        has_labels: whether the batch has the labels of the head.
-
     Raises:
         ConfigurationError: there are no random inputs or labels for this kind of model.
     """
@@ -167,7 +164,6 @@ def distance_from_wave(outputs: Any, batch: Mapping[str, Any]) -> tuple[Tensor, 
     large numbers.
 
     Args:
-        outputs: outputs of the model.
         batch: its inputs, with samples in the first dimension of the first tensor.
     """
     rows = next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim())

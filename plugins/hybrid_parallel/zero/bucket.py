@@ -71,10 +71,7 @@ class Bucket:
     Attributes:
         sharded: the parameters, if ranks keep only their shard of them.
         written: indices of parameters with local gradients that are not reduced yet.
-        adds: whether any gradient of this step is a sum over passes.
         in_passes: indices of parameters with gradients in passes that were reduced by themselves.
-        used: indices of parameters with reduced gradients.
-        shard_grads: this rank's shard of the reduced gradients.
         norm: Euclidean, of the shard of the reduced gradients (0-d, float64); None if it is not known.
         is_shown: whether user code may hold views of the reduced gradients.
         memory, results: memory of local gradients, and of reductions to shards.

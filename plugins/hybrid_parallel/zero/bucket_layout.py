@@ -264,13 +264,9 @@ class OptimizerShard:
     Args:
         parameters: [shard], the shard's range of the parameters' memory.
         dtype: dtype of the values; if it is not that of the parameters, the values are master weights.
-        start: start of the shard in the bucket.
-        memory: where master weights are.
 
     Attributes:
         values: [shard].
-        pieces: the parts of parameters in the shard.
-        is_master: whether `values` are master weights.
         may_differ: whether other code may have changed the parameters since `write_parameters`.
     """
 

@@ -40,9 +40,7 @@ def build_buckets(
     """Sort the parameters of each group into buckets, in the order in which a backward pass completes these.
 
     Args:
-        groups: the local parameters of the optimizer's parameter groups.
         options: axis over which parameters are sharded -> the options of their buckets.
-        tied: the parameters that other stages hold too.
         initial: sources of the full-precision values of parameters that were cast to a lower precision or have no
             values; used ones are removed.
         gathers: takes over the parameters that ranks shard (ZeRO stage 3); None if they shard none.
@@ -99,8 +97,6 @@ class FrozenParameters:
     """Parameters of an optimizer that required no gradients when the model was boosted.
 
     Args:
-        groups: the frozen parameters of each parameter group.
-        build_buckets: builds buckets from parameters by group.
         states: existing optimizer states of some of the parameters; removed from here when they are placed.
         gathers: what has sharded the parameters (ZeRO stage 3); None if they are whole.
     """

@@ -81,7 +81,6 @@ class GradientHooks:
     Args:
         hooks: local parameter -> its hooks, as `take_hooks` returned them.
         names: local parameter -> its name, in the same order on every rank.
-        loss_scale: the scale of the gradients.
         seed: for random numbers drawn in hooks; the same on every rank, because ranks keep shards of one gradient.
     """
 
@@ -106,7 +105,6 @@ class GradientHooks:
         Must be called on all ranks, before gradients are added to the sum over earlier passes.
 
         Args:
-            buckets: buckets with reduced gradients.
             used: for each bucket, the indices of parameters that have a gradient.
         """
         # By name: tensor-parallel ranks sort their parameters into different buckets.
@@ -170,7 +168,6 @@ class GradientReducer:
         overlap: whether to reduce while the backward pass runs.
         waits: whether a rank may wait for other ranks during the backward pass; it must not if they in turn wait for
             its activations, keys or tokens.
-        hooks: the user's gradient hooks.
     """
 
     def __init__(
@@ -438,7 +435,6 @@ def counting(
     """Run the backward pass of a loss in this context, after those whose gradients are pending.
 
     Args:
-        reducers: of the model that the loss is for.
         others: of other models, which the loss may reach.
         count: count of the loss over all replicas, 0-d; None for a mean.
 
@@ -478,8 +474,6 @@ class BackwardPasses:
     """The backward passes of a batch on this rank's stages, as the reducers of a model's optimizers see them.
 
     Args:
-        reducers: of the model's optimizers.
-        parameters: the parameters of each stage of this rank.
         are_final: whether the passes complete the gradients of the step.
     """
 

@@ -277,7 +277,6 @@ class ParameterGathers:
     """Gathers and releases the parameters of one model.
 
     Attributes:
-        units: which parameters are gathered together.
         prefetches: whether the next unit is gathered while this one is used.
     """
 

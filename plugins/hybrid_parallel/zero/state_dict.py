@@ -86,7 +86,6 @@ def load_state_dict(
 
     Args:
         order: the local parameters as the optimizer held them before, by group; None for parameters of other stages.
-        wholes: those that the optimizer reads whole.
 
     Returns:
         The states of parameters that have no bucket.

@@ -54,10 +54,8 @@ class ParameterExchange:
     All ranks of the group must create it, with the same parameters, and call its methods in the same order.
 
     Args:
-        group: the ranks that hold the parts.
         specs: how the parameters are sharded; the ranks of a spec need not be those of the group.
         held: the parts on this rank, in the order in which values are passed.
-        dtype, device: of the values.
     """
 
     def __init__(
@@ -270,11 +268,7 @@ class WholeParameters:
 
 
 class _CutParameters:
-    """The cut parameters of one dtype on one axis.
-
-    Args:
-        group: the ranks that hold their parts.
-    """
+    """The cut parameters of one dtype on one axis."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -361,7 +355,6 @@ def gather_pieces(bucket: Bucket, values: dict[int, Tensor], dtype: torch.dtype)
 
     Args:
         values: parameter index -> values of its piece on this rank.
-        dtype: dtype of the result.
 
     Returns:
         The tensors by parameter index.

@@ -46,7 +46,6 @@ def lowered(
     """Return the table of changes that the styles of parts stand for, by paths of their owners.
 
     Args:
-        policy: what styles read of the policy.
         parts: (path of the owner, owner, name of its module or parameter).
         entries: style of each part, by its path, or by one with `*` for numbers.
     """

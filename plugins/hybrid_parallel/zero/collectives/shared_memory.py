@@ -100,7 +100,6 @@ class PeerSegment:
     """The memory of another rank of this machine.
 
     Args:
-        process: process id of the rank.
         file: its file descriptor of the memory.
         token: the first number in the memory.
 
@@ -186,12 +185,7 @@ class SignalSocket:
 
 
 class SignalSockets:
-    """Sockets to all other ranks of a group. Numbers with one tag keep their order; sending never waits.
-
-    Args:
-        lines: rank of the group -> the socket to it.
-        timeout_s: how long to wait for a number.
-    """
+    """Sockets to all other ranks of a group. Numbers with one tag keep their order; sending never waits."""
 
     def __init__(self, lines: Mapping[int, SignalSocket], timeout_s: float) -> None:
         self._lines, self._timeout_s = dict(lines), timeout_s
@@ -371,11 +365,7 @@ _WINDOW = 2**23
 
 
 class SharedMemoryCollectives(P2PCollectives):
-    """ZeRO collectives between CPUs of one machine: every rank reads what it needs from the others' memory.
-
-    Args:
-        neighbours: memory of the other ranks and sockets to them.
-    """
+    """ZeRO collectives between CPUs of one machine: every rank reads what it needs from the others' memory."""
 
     def __init__(self, group: ProcessGroup, neighbours: LocalPeers) -> None:
         super().__init__(group)
