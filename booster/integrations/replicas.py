@@ -215,6 +215,10 @@ class ReplicaMeans(Tensor):
         means.rows = rows
         return means
 
+    def detach(self) -> ReplicaMeans:
+        """Return these values: what is gathered has no gradient."""
+        return self
+
     def mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the mean over the samples of all replicas (0-d)."""
         values = self.as_subclass(Tensor)

@@ -13,11 +13,10 @@ from booster.plugin import Plugin
 from shardformer.attention import log_once
 
 _OLDEST = "1.16"
-_PAIRED = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")  # with one replica alone
 _TRAINERS = (
     *("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "GMPOTrainer"),
-    *("GKDTrainer", *_PAIRED, "OnlineDPOTrainer", "SDPOTrainer", "SDFTTrainer", "A2POTrainer", "IWOPDTrainer"),
-    *("GOLDTrainer", "DistillationTrainer"),
+    *("GKDTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer", "OnlineDPOTrainer", "SDPOTrainer", "SDFTTrainer"),
+    *("A2POTrainer", "IWOPDTrainer", "GOLDTrainer", "DistillationTrainer"),
 )
 _OF_TOKENS = ("bnpo", "dapo")  # losses of SDPO that are means over the tokens of a replica
 SERVED = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")
@@ -61,7 +60,7 @@ def check_trainer_class(names: list[str]) -> None:
 def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
     """Refuse options of a configuration that would train otherwise than they say."""
     kind = type(args).__name__
-    if names[0] in _PAIRED and plugin.dp_size > 1:
+    if names[0] == "TPOTrainer" and plugin.dp_size > 1:
         raise ConfigurationError(
             f"{names[0]} adds means over the tokens and over the pairs of a batch, which dp_size={plugin.dp_size} "
             "shares out; use dp_size=1, as with tp_size or pp_size for all ranks"

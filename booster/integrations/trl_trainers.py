@@ -246,6 +246,29 @@ class BoostedTRLTrainer:
         if min(counts) == 0 or (compares and len(set(counts)) > 1):
             raise _unlike_shares(self, counts)
 
+    # ----- ORPO and CPO, which add a mean over tokens to one over pairs -----
+
+    def concatenated_inputs(self, batch: Any, *args: Any, **options: Any) -> Any:
+        """Join answers that are padded as in one process: the metrics of logits count padding."""
+        pad, wide = self.accelerator.pad_across_processes, dict(batch)
+        fills = {"input_ids": options.get("padding_value", 0), "attention_mask": 0, "labels": -100}
+        for name in [each for each in batch if each.partition("_")[2] in fills and not each.startswith("prompt")]:
+            wide[name] = pad(batch[name], 1, fills[name.partition("_")[2]])
+        return super().concatenated_inputs(wide, *args, **options)
+
+    def concatenated_forward(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        """Score answers as the trainer does, with a mean over tokens that counts as many as one over pairs should."""
+        scores, replicas = super().concatenated_forward(model, batch), self.accelerator.replicas
+        if replicas.size == 1:
+            return scores
+        counted = batch["chosen_labels"] != -100
+        if not self.is_encoder_decoder:
+            reads_prompts = self._name == "ORPOTrainer"
+            counted = (batch["chosen_attention_mask"] != 0 if reads_prompts else counted)[:, 1:]
+        own = torch.stack([counted.sum(), counted.new_tensor(len(counted), dtype=torch.int64)])
+        (tokens, pairs), (all_tokens, all_pairs) = own.tolist(), replicas.reduce(own).tolist()
+        return (*scores[:4], scores[4] * (tokens * all_pairs / max(pairs * all_tokens, 1)), *scores[5:])
+
     # ----- OnlineDPO, which has its loss and its metrics in `training_step` -----
 
     @property

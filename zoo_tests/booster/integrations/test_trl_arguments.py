@@ -105,10 +105,10 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
         "HybridParallelPlugin(compile_layers=True)",
     ),
     "means over tokens": (
-        Job("orpo"),
+        Job("tpo"),
         {},
         {},
-        "ORPOTrainer adds means over the tokens and over the pairs of a batch, which dp_size=2 shares out; use "
+        "TPOTrainer adds means over the tokens and over the pairs of a batch, which dp_size=2 shares out; use "
         "dp_size=1, as with tp_size or pp_size for all ranks",
     ),
     "vllm": (

@@ -93,8 +93,8 @@ SAMPLE = {
     "sft prompts": "pp2",
     "dpo prompts": "tp2",
     "kto prompts": "pp2",  # whose reference has no virtual tokens, also without gradients
-    "orpo": "pp2",
-    "cpo": "tp2",
+    "orpo": "dp2",
+    "cpo": "dp2",
     "tpo": "tp2",
 }
 _LONG = ("sft", "sft lora", "dpo", "dpo lora", "reward", "reward lora", "kto")
@@ -135,7 +135,7 @@ def _all_layouts() -> Iterator[Any]:
     for name in JOBS:
         for layout in LAYOUTS:
             is_refused = layout == "dp2" and "router loss" in name
-            is_refused |= "dp2" in layout and JOBS[name].kind in ("orpo", "cpo", "tpo")
+            is_refused |= "dp2" in layout and JOBS[name].kind == "tpo"
             if not is_refused:
                 yield pytest.param(name, layout, id=f"{name}-{layout}")
 
