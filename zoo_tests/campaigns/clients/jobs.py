@@ -124,7 +124,7 @@ ARGUMENTS = {
     "dpo.py": f"--model_name_or_path causal --dataset_name pairs {_EVALUATED}",
     "kto.py": f"--model_name_or_path causal --dataset_name marks {_EVALUATED}",
     "reward.py": f"--model_name_or_path reward --dataset_name answers {_EVALUATED}",
-    "distillation.py": f"{_GENERATED} --teacher_model_name_or_path causal",
+    "distillation.py": f"{_GENERATED} --teacher_model_name_or_path teacher",
     "grpo.py": f"{_GENERATED} --num_generations 2 --reward_model_name_or_path reward",
     "rloo.py": f"{_GENERATED} --num_generations 2 --reward_model_name_or_path reward",
     **dict.fromkeys(

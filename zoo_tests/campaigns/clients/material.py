@@ -128,6 +128,7 @@ def _models(size: int) -> dict[str, transformers.PreTrainedModel]:
         "vit": transformers.ViTForMaskedImageModeling(vit),
         "mae": transformers.ViTMAEForPreTraining(mae),
         "clip": transformers.CLIPModel(clip),
+        "teacher": transformers.LlamaForCausalLM(llama),  # one that is the student leaves gradients of rounding alone
     }
 
 
