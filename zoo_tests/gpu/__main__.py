@@ -6,11 +6,13 @@ import argparse
 import importlib.metadata
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from zoo_tests.harness.ranks import RankError, run_on_ranks
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "xformers", "liger-kernel", "apex", "peft")
 _HERE = Path(__file__).parent
 _MEMORY_OF_A_WORKER = 8 * 2**30
+_SECONDS_TO_REPORT = 20.0
 
 
 @dataclass(frozen=True)
@@ -202,12 +205,19 @@ def run_tests(name: str, only: str | None, until: float) -> list[Outcome]:
         command = [sys.executable, "-m", "pytest", str(_HERE), "-q", f"--device={name}", f"--junitxml={report}"]
         command += ["-m", "gpu", f"--numprocesses={_workers(name)}", *(["-k", only] if only else [])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        running, reason = subprocess.Popen(command, env=environment, cwd=_HERE.parents[1]), None
         try:
-            subprocess.run(command, env=environment, cwd=_HERE.parents[1], timeout=until - time.monotonic())
+            running.wait(until - time.monotonic())
         except subprocess.TimeoutExpired:
-            return [Outcome("all tests", "failed", "they did not end in time")]
+            reason = "they did not end in time"
+            running.send_signal(signal.SIGINT)  # pytest writes what it has
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(_SECONDS_TO_REPORT)
+            running.kill()
         found = list(_outcomes(report)) if report.exists() else []
-        return found or [Outcome("all tests", "failed", "none has run; the output of pytest says why")]
+        if reason is None and not found:
+            reason = "none has run; the output of pytest says why"
+        return found if reason is None else [*found, Outcome("other tests" if found else "all tests", "failed", reason)]
 
 
 def _workers(name: str) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from zoo_tests.gpu import __main__ as script
 from zoo_tests.gpu import stages
@@ -57,6 +59,18 @@ def test_the_first_operator_with_other_bits_is_named() -> None:
 def test_a_layout_with_another_loss_is_named() -> None:
     with mock.patch.object(stages, "train", return_value=([1.0, 2.0], [1.0, 2.1])):
         assert stages.layout("llama", {}) == "DIFFERENT: 5e-02 from plain training"
+
+
+def test_kernels_count_once() -> None:
+    """torch gives their time to the operators and to the annotations around them, too."""
+
+    def event(device: DeviceType, is_user_annotation: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(device_type=device, self_device_time_total=5e6, is_user_annotation=is_user_annotation)
+
+    with mock.patch.object(torch.profiler, "profile") as profile:
+        events = [event(DeviceType.CPU), event(DeviceType.CUDA), event(DeviceType.CUDA, True), event(DeviceType.CUDA)]
+        profile.return_value.__enter__.return_value.key_averages.return_value = events
+        assert stages._busy(lambda: None, torch.device("cpu")) == 10.0
 
 
 def test_what_has_no_row(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
