@@ -82,7 +82,7 @@ class WeightStream:
         merges: bool = False,
     ) -> None:
         self.mesh, self._inside = mesh, model_inside(model.unwrap())
-        self._model, self._dtype, self._to_rank = model, dtype, to_rank
+        self._model, self._dtype, self.to_rank = model, dtype, to_rank
         self._towards = None if to_rank is None else _ranks_towards(to_rank, mesh)
         self._merged = MergedAdapters(model) if merges and has_adapters(model.unwrap()) else None
         self.buckets = cut_by_size([*self._items()], size // _IN_MEMORY)
@@ -103,7 +103,7 @@ class WeightStream:
             ConfigurationError: on the ranks that have both.
         """
         streams: list[WeightStream] = ProcessGroups.of_world().get_or_create("streams of weights", list)
-        ranks = {each._to_rank for each in (*streams, self)} - {None}
+        ranks = {each.to_rank for each in (*streams, self)} - {None}
         if streams and ranks:
             raise ConfigurationError(
                 f"booster.weights(to_rank={min(ranks)}) and another stream of weights are read in turns, and the ranks "
@@ -152,7 +152,7 @@ class WeightStream:
                 arriving = self._arriving = next(coming, None)
                 for slot in bucket.slots:
                     # Every stage has the buffers of the whole model; one of them is enough.
-                    if slot.name not in seen and self._to_rank in {None, dist.get_rank()}:
+                    if slot.name not in seen and self.to_rank in {None, dist.get_rank()}:
                         yield slot.name, slot.view(memory)
                     if arriving is not None:
                         arriving.advance()
@@ -209,7 +209,7 @@ class WeightStream:
                 works += started
         yield works
         found: dict[str, Tensor] = {}
-        for item in items if self._takes("pp") else ():
+        for item in items if self.takes("pp") else ():
             full = {name: spec_of(tensor).assemble(shards.pop(name)) for name, tensor in item.tensors.items()}
             found |= to_files(self._inside, item.unit, full)
         return found
@@ -230,14 +230,15 @@ class WeightStream:
                 self._dtype_of(tensor)
             )
             for name, tensor in _tensors(items)
-            if self._takes(spec_of(tensor).axis)
+            if self.takes(spec_of(tensor).axis)
         }
 
     def _takers(self, axis: str) -> Collection[int] | None:
         """Return the ranks that take whole tensors ("pp"), or shards of those of an axis; None for all."""
         return None if self._towards is None else self._towards[axis]
 
-    def _takes(self, axis: str) -> bool:
+    def takes(self, axis: str) -> bool:
+        """Whether this rank is one of them."""
         return self._towards is None or dist.get_rank() in self._towards[axis]
 
     def _read_for(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -249,13 +250,7 @@ class WeightStream:
 
     def is_on_the_way(self, stage: int) -> bool:
         """Whether this rank gets the tensors of a stage, or hands them to the rank that does."""
-        return self._takes("pp") and (self._to_rank in {None, dist.get_rank()} or stage == self.mesh.rank("pp"))
-
-    def from_stage(self, stage: int, memory: Tensor) -> list[dist.Work]:
-        """Start to bring a bucket, [bytes], from the stage that has it."""
-        if self.mesh.size("pp") == 1 or not self._takes("pp"):
-            return []
-        return _bring(memory, stage, self.mesh.group("pp"), None if self._to_rank is None else {self._to_rank})
+        return self.takes("pp") and (self.to_rank in {None, dist.get_rank()} or stage == self.mesh.rank("pp"))
 
 
 class _Arrival:
@@ -302,7 +297,9 @@ class _Arrival:
                 slot.view(self._memory).copy_(found.pop(slot.name))
         else:  # all stages broadcast at the same turn of the loop, whose body may send over the pipeline, too
             yield from ([], [])
-        yield stream.from_stage(stage, self._memory) if self._size else []
+        if stream.mesh.size("pp") > 1 and stream.takes("pp") and self._size:
+            takers = None if stream.to_rank is None else {stream.to_rank}
+            yield _bring(self._memory, stage, stream.mesh.group("pp"), takers)
         self._is_complete = True
 
 
@@ -395,9 +392,11 @@ def _bring(flat: Tensor, source: int, group: dist.ProcessGroup, takers: Collecti
     """
     if takers is None:
         return [dist.broadcast(as_bytes(flat), group=group, group_src=source, async_op=True)]
-    group, own, ranks = message_group(group), dist.get_rank(group), dist.get_process_group_ranks(group)
-    target = next((index for index, rank in enumerate(ranks) if rank in takers), source)
-    if target == source or own not in {source, target}:
-        return []
-    kind, peer = (dist.isend, target) if own == source else (dist.irecv, source)
-    return dist.batch_isend_irecv([dist.P2POp(kind, as_bytes(flat), group=group, group_peer=peer)])
+    group, own = message_group(group), dist.get_rank(group)
+    if own == source:
+        peers = [index for index, rank in enumerate(dist.get_process_group_ranks(group)) if rank in takers]
+    else:
+        peers = [source] if dist.get_rank() in takers else []
+    kind = dist.isend if own == source else dist.irecv
+    ops = [dist.P2POp(kind, as_bytes(flat), group=group, group_peer=peer) for peer in peers if peer != own]
+    return dist.batch_isend_irecv(ops) if ops else []

@@ -92,7 +92,8 @@ def _check(found: list[list[dict[str, Any]]], expected: list[dict[str, Any]], wh
         worst = differences(each, expected)
         assert {"loss", *logged & {"eval_loss", "reward", "entropy"}} <= worst.keys()
         print(f"{what}: {max(worst.values()):.0e} ({max(worst, key=worst.__getitem__)})")
-        assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE}
+        # Adam makes steps of gradients that are rounding: after 20, norms differ by more than losses.
+        assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE * (5 if name == "grad_norm" else 1)}
 
 
 def _check_layouts(name: str, steps: int, layouts: Sequence[str], folder: Path) -> None:
