@@ -76,14 +76,14 @@ class StateFolders:
         self._load(self._latest_folder() if input_dir is None else Path(input_dir))
 
     def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
-        """Refuse hooks, which expect the whole weights of each model; raises ConfigurationError if always."""
+        """Refuse hooks, which expect the whole weights of each model."""
         raise ConfigurationError(
             "register_save_state_pre_hook() gives a hook the weights of whole models, which no rank has while a state "
             "is saved; call accelerator.save_model(model, folder) after save_state(), or register_for_checkpointing()"
         )
 
     def register_load_state_pre_hook(self, hook: Any) -> NoReturn:
-        """Refuse hooks, which would load whole weights; raises ConfigurationError if always."""
+        """Refuse hooks, which would load whole weights."""
         raise ConfigurationError(
             "register_load_state_pre_hook() gives a hook models to load whole weights into, which no rank has; call "
             "accelerator.booster.load_model(model, folder) after load_state()"

@@ -168,7 +168,7 @@ class BlockedTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Refuse an operation that did not come through torch's Python interface; raises RuntimeError if always."""
+        """Refuse an operation that did not come through torch's Python interface."""
         raise RuntimeError(
             f"{func} inside of a tensor-parallel region cannot run in blocks, as reproducible=True needs; use "
             "reproducible_blocks=1, or reproducible=False"

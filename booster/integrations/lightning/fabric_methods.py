@@ -65,7 +65,7 @@ class FabricMethods(JobMethods, ParallelStrategy):
         return self.setup_module_and_optimizers(module, [])[0]
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Raise an error: an optimizer is boosted together with its model; raises ConfigurationError if always."""
+        """Refuse an optimizer by itself: it is boosted together with its model."""
         raise ConfigurationError(
             f"setup_optimizers() got a {type(optimizer).__name__} without its model; give both in one call, as in "
             "model, optimizer = fabric.setup(model, optimizer)"

@@ -6,7 +6,6 @@ autocast around a model that keeps fp32 weights.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,7 @@ from booster.integrations.metrics import join_metrics
 from booster.integrations.replicas import Replicas
 from booster.launch import launch_from_torch, place_from_environment
 from booster.plugin import Plugin
-from shardformer.distributed.process_groups import world_group
+from shardformer.distributed.process_groups import broadcast_json, world_group
 from shardformer.lazy.weight_files import WeightFileError, refuses_code
 from shardformer.utils.typed_json import from_json, to_json
 
@@ -49,14 +48,6 @@ _CALLBACKS = {
     callbacks.LearningRateFinder: "it trains with an optimizer of its own; choose a learning rate with a small model",
     callbacks.BatchSizeFinder: "one rank that runs out of memory would leave the others waiting; ask `booster plan`",
 }
-
-
-def check_plugin(plugin: Any) -> None:
-    """Refuse a strategy without layout; raises ConfigurationError if `plugin` is missing."""
-    if plugin is None:
-        raise ConfigurationError(
-            "HybridParallelStrategy() got no plugin; give the layout, as in plugin=HybridParallelPlugin(tp_size=2)"
-        )
 
 
 def check_devices(strategy: Any) -> None:
@@ -291,7 +282,10 @@ class JobMethods:
 
     def _join(self, plugin: Plugin | None) -> None:
         """Join the job; raises ConfigurationError if `plugin` is missing."""
-        check_plugin(plugin)
+        if plugin is None:
+            raise ConfigurationError(
+                "HybridParallelStrategy() got no plugin; give the layout, as in plugin=HybridParallelPlugin(tp_size=2)"
+            )
         launch_from_torch(seed=None)
         self.replicas = Replicas(plugin)
         join_metrics(self.replicas)
@@ -425,40 +419,29 @@ class JobMethods:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object: a plain value, tensor, or container of them; anything else is refused."""
-        is_tensor = self._broadcast_text(str(int(isinstance(obj, Tensor))), src) == "1"
-        if is_tensor:
-            return self._broadcast_tensor(obj, src)
-        try:
-            text, problem = json.dumps(to_json(obj, "the object")) if self.global_rank == src else "", ""
-        except ValueError as error:
-            text, problem = "", str(error)
-        problem = self._broadcast_text(problem, src)
-        if problem:
-            raise ConfigurationError(f"broadcast() cannot send this: {problem}")
-        return from_json(json.loads(self._broadcast_text(text, src)))
+        is_source, said = self.global_rank == src, {}
+        if is_source and isinstance(obj, Tensor):
+            said = {"shape": list(obj.shape), "dtype": str(obj.dtype).removeprefix("torch.")}
+        elif is_source:
+            try:
+                said = {"value": to_json(obj, "the object")}
+            except ValueError as error:
+                said = {"problem": str(error)}
+        said = broadcast_json(said, source=src)
+        if "problem" in said:
+            raise ConfigurationError(f"broadcast() cannot send this: {said['problem']}")
+        if "value" in said:
+            return from_json(said["value"])
+        value = obj.detach().cpu() if is_source else torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]))
+        value = value.contiguous()
+        dist.broadcast(value, src, group=world_group())
+        return value.to(self.root_device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks, or any rank, decide so."""
         votes = torch.tensor(int(decision))
         dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=world_group())
         return bool(votes)
-
-    def _broadcast_text(self, text: str, src: int) -> str:
-        payload = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        length = torch.tensor(len(payload))
-        dist.broadcast(length, src, group=world_group())
-        if self.global_rank != src:
-            payload = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(payload, src, group=world_group())
-        return bytes(payload.tolist()).decode()
-
-    def _broadcast_tensor(self, tensor: Any, src: int) -> Tensor:
-        mine = [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] if self.global_rank == src else None
-        shape, dtype = json.loads(self._broadcast_text(json.dumps(mine), src))
-        value = tensor.detach().cpu() if self.global_rank == src else torch.empty(shape, dtype=getattr(torch, dtype))
-        value = value.contiguous()
-        dist.broadcast(value, src, group=world_group())
-        return value.to(self.root_device)
 
     # ----- the end -----
 
