@@ -39,7 +39,7 @@ def detection(model: nn.Module) -> HeadLoss | None:
         return _classes(outputs) * _weights(model, labels)
 
     def by_box(outputs: Any, labels: Targets) -> Tensor:
-        return (outputs.loss - _classes(outputs)) * _divisor(labels)
+        return (outputs.loss - _classes(outputs)) * max(float(_boxes(labels, {})), 1.0)  # what the model has divided by
 
     return _with_parts(
         LossTerm("labels", lambda labels, _: torch.tensor(_weights(model, labels)), by_query, is_input=True),
@@ -71,11 +71,6 @@ def _by_boxes(model: nn.Module) -> LossTerm:
 
 def _boxes(labels: Targets, _: Batch) -> Tensor:
     return torch.tensor(float(sum(len(target["class_labels"]) for target in labels)))
-
-
-def _divisor(labels: Targets) -> float:
-    """Return what the model has divided by: the number of boxes, at least 1."""
-    return max(float(_boxes(labels, {})), 1.0)
 
 
 def _weights(model: nn.Module, labels: Targets) -> float:

@@ -233,15 +233,11 @@ def count_operator(
     if name == "_grouped_mm":
         return Operator("matmul", 2.0 * inputs[0].numel() * inputs[1].shape[-1], size)
     if name.rstrip("_") in _MATMULS:
-        count = flop_registry.get(func._overloadpacket) or flop_registry[_functional(name)]
+        count = flop_registry.get(func._overloadpacket) or flop_registry[getattr(torch.ops.aten, name.rstrip("_"))]
         return Operator("matmul", float(count(*args, **kwargs, out_val=result)), size, finds_gradients())
     if name == "embedding":  # reads as many rows as it writes
         size = 2.0 * _bytes(outputs[0])
     return Operator("memory", 0.0, size)
-
-
-def _functional(name: str) -> Any:
-    return getattr(torch.ops.aten, name.rstrip("_"))
 
 
 def _attention_flops(name: str, is_causal: bool, inputs: list[Tensor]) -> float:

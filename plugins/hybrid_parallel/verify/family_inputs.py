@@ -45,7 +45,7 @@ def labels_without_text(
         return {"labels": torch.rand(rows, *sides, generator=generator)}
     if kind == "ForMaskedImageModeling":
         return masked_patches(model, rows, sides, generator)
-    if _takes_targets(model):
+    if "dict" in str(inspect.signature(model.forward).parameters["labels"].annotation):  # one for each image
         return {"labels": detection_targets(rows, classes, sides, generator, "Segmentation" in kind)}
     return {"labels": _like_output(model, batch, generator)}
 
@@ -84,11 +84,6 @@ def masked_patches(
     masked = order < torch.randint(2, patches // 2, (rows, 1), generator=generator)
     tokens = torch.randint(0, model.config.vocab_size, (int(masked.sum()),), generator=generator)
     return {"bool_masked_pos": masked, "labels": tokens}
-
-
-def _takes_targets(model: nn.Module) -> bool:
-    """Check whether the labels are a list of dicts, one for each image."""
-    return "dict" in str(inspect.signature(model.forward).parameters["labels"].annotation)
 
 
 def _like_output(model: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
