@@ -93,7 +93,7 @@ class TokenDispatcher:
         # Rows to and from each rank. Sizes of tensors are numbers of the host: each layer waits for the device here.
         sent, received = totals.tolist()
 
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        places = _inverse(order)
         order = order[: sum(sent)]  # choices of no expert come last
         exchange = RowExchange(sent, received, self.group)
         rows = exchange.start(_SentRows.apply(hidden, order, places))
@@ -121,12 +121,13 @@ class _SentRows(torch.autograd.Function):
         """Gather; `order`: [rows] choices, `places`: [tokens * k], the inverse permutation."""
         ctx.save_for_backward(places)
         ctx.num_choices = len(places) // max(len(hidden), 1)
-        return hidden.index_select(0, order // max(ctx.num_choices, 1))
+        return hidden.index_select(0, order if ctx.num_choices < 2 else order // ctx.num_choices)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        return _by_choice(grad, places).unflatten(0, (-1, max(ctx.num_choices, 1))).sum(1), None, None
+        found = _by_choice(grad, places)
+        return found if ctx.num_choices < 2 else found.unflatten(0, (-1, ctx.num_choices)).sum(1), None, None
 
 
 class _ReturnedRows(torch.autograd.Function):
@@ -141,6 +142,10 @@ class _ReturnedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad.index_select(0, *ctx.saved_tensors), None, None
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _by_choice(rows: Tensor, places: Tensor) -> Tensor:
@@ -206,7 +211,42 @@ def _run_experts(experts: ExpertsForward, rows: Tensor, chosen: Tensor) -> Tenso
         # Run one dummy row and drop its output: the experts must take part in the backward pass, which other ranks
         # wait for, and get zero gradients like any expert without tokens.
         rows, chosen = F.pad(rows, (0, 0, 0, 1)), chosen.new_zeros(1)
-    return experts(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))[:count]
+    found = experts(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))
+    return found if count else found[:0]
+
+
+def _grouped_forward(experts: nn.Module, rows: Tensor, chosen: Tensor, _: Tensor) -> Tensor:
+    """Run experts in grouped products: [rows, hidden] and the expert of each row, [rows, 1], -> [rows, hidden].
+
+    transformers' own also multiplies by weights, adds up choices, and has gradients by index, which sort once more.
+    """
+    from transformers.integrations.moe import _grouped_linear
+
+    by_expert, order = chosen.reshape(-1).sort(stable=True)
+    places, numbers = _inverse(order), torch.arange(experts.num_experts, device=order.device)
+    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+
+    def product(x: Tensor, name: str) -> Tensor:
+        bias = getattr(experts, f"{name}_bias")[by_expert] if experts.has_bias else None
+        return _grouped_linear(x, getattr(experts, name), ends, bias, experts.is_transposed)
+
+    x = _SentRows.apply(rows, order, places)
+    x = experts._apply_gate(product(x, "gate_up_proj")) if experts.has_gate else experts.act_fn(product(x, "up_proj"))
+    x = product(x, "down_proj")
+    x = experts.post_expert_norm(x) if getattr(experts, "has_post_expert_norm", False) else x
+    return _ReturnedRows.apply(x.to(rows.dtype), order, places)
+
+
+_KINDS = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
+_KINDS |= {"has_post_expert_norm"}
+
+
+def _is_known(experts: nn.Module) -> bool:
+    """Return whether `_grouped_forward` runs experts as transformers does: of no kind that a later release adds."""
+    from transformers.integrations.moe import use_experts_implementation
+
+    is_decorated = hasattr(experts, "has_gate") and hasattr(experts.forward, "__wrapped__")
+    return is_decorated and inspect.signature(use_experts_implementation).parameters.keys() <= _KINDS
 
 
 class SharedExpert:
@@ -319,6 +359,8 @@ class _ShardedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         native = self.forward_of_experts or super().forward
+        if self.is_known and self.config._experts_implementation == "grouped_mm":
+            native = partial(_grouped_forward, self)
         return self.dispatcher(native, hidden_states, top_k_index, top_k_weights)
 
 
@@ -340,6 +382,7 @@ def _shard_experts_of(experts: nn.Module, config: ShardConfig) -> nn.Module:
     sees_same = tp_size > 1 and not config.uses_ulysses
     new = derive(experts, _ShardedExperts)
     new.forward_of_experts = vars(experts).pop("forward", None)
+    new.is_known = new.forward_of_experts is None and _is_known(experts)
     new.dispatcher = TokenDispatcher(count, group, config.group if sees_same else None)
     return new
 

@@ -133,17 +133,20 @@ def test_any_dtype_travels(dtype: torch.dtype) -> None:
 
 def test_a_gpu_is_waited_for_once_a_layer(two_fake_ranks: None) -> None:
     """For the sizes that the host needs: two rows of two ranks."""
-    dispatcher = TokenDispatcher(NUM_EXPERTS, dist.group.WORLD, None)
+    with torch.device("meta"):
+        block = _block("glm4_moe", 16, "grouped_mm").bfloat16()
+        hidden, weights = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(4, CHOICES, dtype=torch.bfloat16)
+        index = torch.zeros(4, CHOICES, dtype=torch.long)
+    shard_experts(block, ShardConfig(expert_parallel_process_group=dist.group.WORLD, enable_tensor_parallelism=False))
     with recorded_on_meta() as counts:
-        hidden, weights = torch.ones(4, HIDDEN, device="meta"), torch.ones(4, CHOICES, device="meta")
-        index = torch.zeros(4, CHOICES, dtype=torch.long, device="meta")
-        outcome = dispatcher(lambda rows, *_: rows, hidden, index, weights)
+        outcome = block.experts(hidden, index, weights)
     assert outcome.is_meta and outcome.shape == hidden.shape
     lines = {place.partition(" < ")[0].rpartition("/")[2] for place in counts.syncs}
     assert len(lines) == 1, f"more than the sizes is waited for: {counts.syncs}"
     names = [name.rpartition("::")[2].partition(".")[0] for name in counts.kernels.elements()]
     passes = [name for name in names if name in ("index", "index_select", "index_copy", "bmm", "mul", "clone")]
-    assert sorted(passes) == ["bmm", *["index_select"] * 3], "weighted rows; rows out, rows back, experts of rows"
+    wanted = ["bmm", *["index_select"] * 5, "mul"]
+    assert sorted(passes) == wanted, "weighted rows; rows out, by expert, and back; experts of rows; gates"
 
 
 class _Timed:
@@ -157,16 +160,16 @@ class _Timed:
         self.events.append("end")
 
 
-def _block(family: str) -> nn.Module:
+def _block(family: str, hidden_size: int = 8, implementation: str = "eager") -> nn.Module:
     """A layer's experts as transformers writes them, with random weights."""
     sizes = {
-        "hidden_size": 8,
+        "hidden_size": hidden_size,
         "intermediate_size": 16,
         "moe_intermediate_size": 8,
         "shared_expert_intermediate_size": 8,
     }
     config = AutoConfig.for_model(family, **sizes, n_routed_experts=4, num_experts=4, num_experts_per_tok=2)
-    config._experts_implementation = "eager"
+    config._experts_implementation = implementation
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     block = {"glm4_moe": "Glm4MoeMoE", "qwen2_moe": "Qwen2MoeSparseMoeBlock"}[family]
     made = getattr(module, block)(config).double()
