@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.features.low_bits import multiply_in_fp8
 from shardformer.matmul import float8
 from shardformer.matmul.float8 import FP8_RECIPES, Float8, swizzled
 from shardformer.matmul.native import NATIVE
@@ -290,11 +291,25 @@ def test_heads_and_embeddings_keep_their_precision() -> None:
     ]
 
 
+def test_layers_too_small_to_gain_keep_their_precision_on_a_gpu() -> None:
+    """Keys and values of Llama 3.2 1B; not if all layers are small, as then nothing would be in 8 bit."""
+    sizes = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    for hidden, intermediate, count in ((2048, 8192, 5), (64, 256, 7)):
+        with torch.device("meta"):
+            config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate, **sizes)
+            model = LlamaForCausalLM(config)
+        multiply_in_fp8(model)
+        assert len(_names(model)) == count and "q_proj" in _names(model)
+
+
 def _multiplied() -> list[str]:
-    """The last names of the layers that multiply in 8 bit."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
-    model = Booster(plugin=HybridParallelPlugin(precision="fp8")).boost(model)
-    named = model.unwrap().named_modules()
+    return _names(Booster(plugin=HybridParallelPlugin(precision="fp8")).boost(model).unwrap())
+
+
+def _names(model: nn.Module) -> list[str]:
+    """The last names of the layers that multiply in 8 bit."""
+    named = model.named_modules()
     changed = [name for name, module in named if isinstance(getattr(module, "kernel", 0), Float8)]
     return sorted({name.rpartition(".")[2] for name in changed})
