@@ -49,6 +49,8 @@ class ShardConfig:
             every rank holds all experts.
         expert_capacity_factor: an expert takes at most this multiple of an equal share of a sequence's tokens, see
             `shardformer.layers.experts`; None for no limit.
+        expert_rank_capacity_factor: how many rows ranks send to each one, as a multiple of an equal share, without
+            waiting for the device; None for as many as there are.
         device: the device that the model will run on; None for the GPU that its parameters are on, else this process's
             GPU if the process group can use it, else the CPU.
         make_vocab_size_divisible_by: vocabularies are padded to a multiple of this value times the number of ranks.
@@ -75,6 +77,7 @@ class ShardConfig:
     context_parallel_mode: Literal["ring_attn", "all_to_all"] = "ring_attn"
     expert_parallel_process_group: ProcessGroup | None = None
     expert_capacity_factor: float | None = None
+    expert_rank_capacity_factor: float | None = None
     device: torch.device | None = None
 
     def __post_init__(self) -> None:

@@ -52,6 +52,9 @@ class TokenDispatcher:
         tp_group: tensor-parallel ranks that see the same tokens, so that each sends a slice of them; None if each rank
             sees different tokens.
         meanwhile: called while tokens are on their way; None for nothing to do.
+        capacity: how many rows a rank sends to each one where gradients are wanted, as a multiple of an equal share of
+            the most that a rank has; None for those that the device counts, on which the host waits.
+        may_skip: whether there are choices that select no expert.
     """
 
     def __init__(
@@ -60,9 +63,12 @@ class TokenDispatcher:
         group: ProcessGroup,
         tp_group: ProcessGroup | None,
         meanwhile: Callable[[], None] | None = None,
+        capacity: float | None = None,
+        may_skip: bool = True,
     ) -> None:
         self.num_experts, self.group, self.tp_group, self.meanwhile = num_experts, group, tp_group, meanwhile
-        self.num_ranks = dist.get_world_size(group)
+        self.capacity, self.may_skip, self.num_ranks = capacity, may_skip, dist.get_world_size(group)
+        self.missing: Tensor | None = None  # the most rows over those that a rank sends to one, on the device
 
     @untraced
     def __call__(
@@ -88,26 +94,78 @@ class TokenDispatcher:
         counts = counts[: self.num_experts]
         arriving = torch.empty_like(counts)  # [ranks * experts here]
         dist.all_to_all_single(arriving, counts, group=self.group)
-        totals = torch.stack([counts, arriving]).view(2, self.num_ranks, -1).sum(-1)
         order = chosen.argsort(stable=True)  # sorted by expert; queued before the host waits
-        # Rows to and from each rank. Sizes of tensors are numbers of the host: each layer waits for the device here.
-        sent, received = totals.tolist()
+        if self.has_slots:
+            sent = received = None
+            order, places, experts_here, is_over = self._in_slots(chosen, counts, arriving, order)
+            weights, skips = weights.masked_fill(is_over, math.nan), self.may_skip
+        else:
+            totals = torch.stack([counts, arriving]).view(2, self.num_ranks, -1).sum(-1)
+            # Rows to and from each rank. Sizes of tensors are numbers of the host: a layer waits for the device here.
+            sent, received = totals.tolist()
+            places, order = _inverse(order), order[: sum(sent)]  # choices of no expert come last
+            experts_here = torch.arange(len(arriving) // self.num_ranks, device=order.device).repeat(self.num_ranks)
+            experts_here = experts_here.repeat_interleave(arriving, output_size=sum(received))
+            skips = len(order) < len(places)
 
-        places = _inverse(order)
-        order = order[: sum(sent)]  # choices of no expert come last
         exchange = RowExchange(sent, received, self.group)
-        rows = exchange.start(_SentRows.apply(hidden, order, places))
+        rows = exchange.start(_SentRows.apply(hidden, order, places, skips))
         if self.meanwhile is not None:
             self.meanwhile()
         rows = exchange.finish(rows)
-        experts_here = torch.arange(len(arriving) // self.num_ranks, device=rows.device).repeat(self.num_ranks)
-        found = _run_experts(experts, rows, experts_here.repeat_interleave(arriving, output_size=len(rows)))
+        found = _run_experts(experts, rows, experts_here)
         back = all_to_all_uneven(found, received, sent, self.group)
 
-        pairs = _ReturnedRows.apply(back, order, places).unflatten(0, index.shape)  # [tokens, k, hidden]
+        pairs = _ReturnedRows.apply(back, order, places, skips).unflatten(0, index.shape)  # [tokens, k, hidden]
         if pairs.dtype != weights.dtype:
             return (pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
         return torch.bmm(weights.unsqueeze(1), pairs).squeeze(1).to(hidden.dtype)  # without weighted pairs in memory
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether ranks exchange as many rows whatever is chosen."""
+        return self.capacity is not None and torch.is_grad_enabled()
+
+    def _in_slots(
+        self, chosen: Tensor, counts: Tensor, arriving: Tensor, order: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Give each rank as many slots, without waiting for the device; those without a row hold any other.
+
+        Args:
+            chosen: the expert of each choice, one at least.
+            counts, arriving: rows to each expert, and from each rank to each expert here.
+            order: the choices by expert.
+
+        Returns:
+            The choice in each slot, the slot of each choice, the expert of each slot that arrives (their number where
+            it has no row), and whether a rank has more rows than slots.
+        """
+        most = torch.tensor(len(chosen))  # on the CPU: reading the result must not wait for the device
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        slots = min(int(most), math.ceil(self.capacity * int(most) / self.num_ranks))
+        sent, arriving = counts.view(self.num_ranks, -1).sum(1), arriving.view(self.num_ranks, -1)
+        first, numbers = sent.cumsum(0) - sent, torch.arange(slots, device=chosen.device)
+        inside = order[(first.unsqueeze(1) + numbers).clamp(max=len(order) - 1)].flatten()
+        ranks = chosen // arriving.shape[1]
+        places = (_inverse(order) - first[ranks.clamp(max=self.num_ranks - 1)]).clamp(max=slots - 1)
+        places = (ranks * slots + places).clamp(max=len(inside))  # no slot for a choice of no expert
+        over = sent.max() - slots
+        self.missing = over if self.missing is None else torch.maximum(self.missing, over)
+        here = torch.searchsorted(arriving.cumsum(1), numbers.expand(self.num_ranks, -1).contiguous(), right=True)
+        return inside, places, here.flatten(), over > 0
+
+
+def overfull(model: nn.Module) -> Iterator[str]:
+    """Yield a sentence for each layer that had more rows than slots since the last call; waits for the device."""
+    for path, experts in expert_modules(model):
+        dispatcher = getattr(experts, "dispatcher", None)
+        missing = 0 if dispatcher is None or dispatcher.missing is None else int(dispatcher.missing)
+        if missing > 0:
+            factor, dispatcher.missing = dispatcher.capacity, None
+            yield (
+                f"{path} had {missing} rows too many for one rank under expert_rank_capacity_factor={factor}; use a "
+                "larger one, or None"
+            )
 
 
 class _SentRows(torch.autograd.Function):
@@ -117,40 +175,41 @@ class _SentRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        """Gather; `order`: [rows] choices, `places`: [tokens * k], the inverse permutation."""
+    def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor, skips: bool = False) -> Tensor:
+        """Gather; `order`: [rows] choices, `places`: [tokens * k], the inverse; `skips`: some choices have no row."""
         ctx.save_for_backward(places)
+        ctx.skips = skips
         ctx.num_choices = len(places) // max(len(hidden), 1)
         return hidden.index_select(0, order if ctx.num_choices < 2 else order // ctx.num_choices)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        found = _by_choice(grad, places)
-        return found if ctx.num_choices < 2 else found.unflatten(0, (-1, ctx.num_choices)).sum(1), None, None
+        found = _by_choice(grad, places, ctx.skips)
+        return found if ctx.num_choices < 2 else found.unflatten(0, (-1, ctx.num_choices)).sum(1), None, None, None
 
 
 class _ReturnedRows(torch.autograd.Function):
     """[rows, hidden] -> [tokens * k, hidden], zero for choices of no expert."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        """Gather; `order` and `places` as in `_SentRows`."""
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, skips: bool = False) -> Tensor:
+        """Gather; `order`, `places` and `skips` as in `_SentRows`."""
         ctx.save_for_backward(order)
-        return _by_choice(rows, places)
+        return _by_choice(rows, places, skips)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.index_select(0, *ctx.saved_tensors), None, None
+        return grad.index_select(0, *ctx.saved_tensors), None, None, None
 
 
 def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def _by_choice(rows: Tensor, places: Tensor) -> Tensor:
+def _by_choice(rows: Tensor, places: Tensor, skips: bool) -> Tensor:
     """Return the row of each choice; one of zeros, added at the end, for those that were not sent."""
-    if len(rows) < len(places):
+    if skips:
         rows, places = F.pad(rows, (0, 0, 0, 1)), places.clamp(max=len(rows))
     return rows.index_select(0, places)
 
@@ -219,6 +278,8 @@ def _grouped_forward(experts: nn.Module, rows: Tensor, chosen: Tensor, _: Tensor
     """Run experts in grouped products: [rows, hidden] and the expert of each row, [rows, 1], -> [rows, hidden].
 
     transformers' own also multiplies by weights, adds up choices, and has gradients by index, which sort once more.
+    Rows of no expert come last, where the products read nothing and leave any values. Nobody reads these, but biases
+    and norms, which add up gradients of rows, must not.
     """
     from transformers.integrations.moe import _grouped_linear
 
@@ -226,14 +287,21 @@ def _grouped_forward(experts: nn.Module, rows: Tensor, chosen: Tensor, _: Tensor
     places, numbers = _inverse(order), torch.arange(experts.num_experts, device=order.device)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
 
+    has_norm = getattr(experts, "has_post_expert_norm", False)
+    has_rest = experts.dispatcher.has_slots and (experts.has_bias or has_norm)
+    rest = (by_expert == len(numbers)).unsqueeze(1) if has_rest else None
+
     def product(x: Tensor, name: str) -> Tensor:
-        bias = getattr(experts, f"{name}_bias")[by_expert] if experts.has_bias else None
-        return _grouped_linear(x, getattr(experts, name), ends, bias, experts.is_transposed)
+        bias = getattr(experts, f"{name}_bias")[by_expert.clamp(max=len(numbers) - 1)] if experts.has_bias else None
+        x = _grouped_linear(x, getattr(experts, name), ends, bias, experts.is_transposed)
+        return x if rest is None else x.masked_fill(rest, 0.0)
 
     x = _SentRows.apply(rows, order, places)
     x = experts._apply_gate(product(x, "gate_up_proj")) if experts.has_gate else experts.act_fn(product(x, "up_proj"))
     x = product(x, "down_proj")
-    x = experts.post_expert_norm(x) if getattr(experts, "has_post_expert_norm", False) else x
+    if has_norm:
+        x = experts.post_expert_norm(x)
+        x = x if rest is None else x.masked_fill(rest, 0.0)
     return _ReturnedRows.apply(x.to(rows.dtype), order, places)
 
 
@@ -241,12 +309,12 @@ _KINDS = {"experts_class", "experts_interface", "is_concatenated", "is_transpose
 _KINDS |= {"has_post_expert_norm"}
 
 
-def _is_known(experts: nn.Module) -> bool:
-    """Return whether `_grouped_forward` runs experts as transformers does: of no kind that a later release adds."""
+def has_known_forward(experts: nn.Module) -> bool:
+    """Return whether these experts can run in grouped products as here: no kind that a later release adds, no own."""
     from transformers.integrations.moe import use_experts_implementation
 
-    is_decorated = hasattr(experts, "has_gate") and hasattr(experts.forward, "__wrapped__")
-    return is_decorated and inspect.signature(use_experts_implementation).parameters.keys() <= _KINDS
+    is_native = hasattr(experts, "has_gate") and hasattr(experts.forward, "__wrapped__")
+    return is_native and inspect.signature(use_experts_implementation).parameters.keys() <= _KINDS
 
 
 class SharedExpert:
@@ -359,7 +427,7 @@ class _ShardedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         native = self.forward_of_experts or super().forward
-        if self.is_known and self.config._experts_implementation == "grouped_mm":
+        if self.has_known_forward and self.config._experts_implementation == "grouped_mm":
             native = partial(_grouped_forward, self)
         return self.dispatcher(native, hidden_states, top_k_index, top_k_weights)
 
@@ -381,9 +449,11 @@ def _shard_experts_of(experts: nn.Module, config: ShardConfig) -> nn.Module:
     experts.num_experts = count // dist.get_world_size(group)
     sees_same = tp_size > 1 and not config.uses_ulysses
     new = derive(experts, _ShardedExperts)
+    new.has_known_forward = has_known_forward(experts)
     new.forward_of_experts = vars(experts).pop("forward", None)
-    new.is_known = new.forward_of_experts is None and _is_known(experts)
-    new.dispatcher = TokenDispatcher(count, group, config.group if sees_same else None)
+    slots, may_skip = config.expert_rank_capacity_factor, sees_same or config.expert_capacity_factor is not None
+    tp_group = config.group if sees_same else None
+    new.dispatcher = TokenDispatcher(count, group, tp_group, capacity=slots, may_skip=may_skip)
     return new
 
 

@@ -103,7 +103,7 @@ SLOW = [
     _case("qwen3_moe", "cp2dp2", 4, zero_stage=0),
     _case("qwen3_moe", "cp2dp2", 2, sequence_parallelism_mode="all_to_all"),
     _case("mixtral", "cp2tp2", 2, _EAGER),
-    _case("qwen3_moe", "cp2pp2", 2, gradient_checkpointing="full"),
+    _case("qwen3_moe", "cp2pp2", 2, gradient_checkpointing="full", expert_rank_capacity_factor=2.0),
     _case("mixtral", "cp2", 2, ordinary_loop=True),
 ]
 
@@ -132,7 +132,7 @@ SLOW_WITH_CAPACITY = [
     _case("qwen3_moe", "single", 1, **_TIGHT),
     _case("mixtral", "dp4", 4, expert_capacity_factor=1.0),
     _case("mixtral", "pp2dp2", 2, gradient_checkpointing="full", **_TIGHT),
-    _case("mixtral", "tp2dp2", 2, sequence_parallel=True, **_TIGHT),
+    _case("mixtral", "tp2dp2", 2, sequence_parallel=True, expert_rank_capacity_factor=2.0, **_TIGHT),
     _case("qwen3_moe", "dp2", 2, ordinary_loop=True, expert_capacity_factor=0.05),
 ]
 

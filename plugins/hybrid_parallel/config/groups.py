@@ -172,6 +172,8 @@ class PolicyOptions(OptionGroup):
         make_vocab_size_divisible_by: vocabularies are padded to a multiple of this times `tp_size`.
         expert_capacity_factor: capacity of an expert per sequence, as a multiple of an equal share of its tokens; None
             for no limit.
+        expert_rank_capacity_factor: rows that ranks exchange under `ep_size`, as a multiple of an equal share; a step
+            with more is not finite. None for as many as there are, for which the host waits in each layer.
         moe_router_bias_update_rate: by which the biases of routers move after each step, against the load of experts; 0
             leaves them.
         count_expert_load: count the tokens of each expert, for `model.expert_load()`.
@@ -186,6 +188,7 @@ class PolicyOptions(OptionGroup):
     sharding_dim: int | None = option(None, one_of(None, 0, -1))
     make_vocab_size_divisible_by: int = option(64, positive(64))
     expert_capacity_factor: float | None = option(None, positive(1.25))
+    expert_rank_capacity_factor: float | None = option(None, positive(1.5))
     moe_router_bias_update_rate: float = option(0.0, not_negative(0.001))
     count_expert_load: bool = option(False, SWITCH)
 

@@ -330,7 +330,21 @@ class HybridParallelConfig:
                 f"expert_capacity_factor={policy.expert_capacity_factor} needs whole sequences, which "
                 f"cp_size={parallel.cp_size} cuts; use cp_size=1 or expert_capacity_factor=None"
             )
-        return problems
+        return problems + self._check_slots_of_experts()
+
+    def _check_slots_of_experts(self) -> list[str]:
+        """Return one sentence for what `expert_rank_capacity_factor` excludes."""
+        factor, debugging = self.policy.expert_rank_capacity_factor, self.debugging
+        needs = {
+            "exchanges rows of ep_size ranks; use ep_size > 1": self.parallel.ep_size == 1,
+            "makes steps with too few slots nan, which precision='fp16' takes for a loss scale too large; use 'bf16'": (
+                self.mixed_precision.precision == "fp16"
+            ),
+            "makes steps with too few slots nan; use nonfinite='raise' or 'skip'": debugging.nonfinite == "ignore",
+            "leaves slots without values, which debug=True looks at; use debug=False": debugging.debug,
+        }
+        found = [each for each, is_broken in needs.items() if factor is not None and is_broken]
+        return [f"expert_rank_capacity_factor={factor} {each}, or expert_rank_capacity_factor=None" for each in found]
 
     def _check_compilation(self) -> list[str]:
         """Return one sentence for each option that `compile_layers` excludes."""

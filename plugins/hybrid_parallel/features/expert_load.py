@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,9 @@ from shardformer.distributed.process_groups import all_gather_json
 from shardformer.layers.experts import (
     ExpertLoad,
     expert_modules,
+    has_known_forward,
     keep_biases_from_optimizer,
+    overfull,
     router_biases,
     update_bias,
 )
@@ -64,6 +66,24 @@ class CountedExperts(Feature):
     def after_step(self, optimizer: HybridParallelOptimizer, model: HybridParallelModel) -> None:
         """Move biases by the load since the last step."""
         self._balance.end_step(optimizer.step_was_skipped)
+
+
+class SlotsOfExperts(Feature):
+    """A fixed number of rows between ranks."""
+
+    def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: HybridMesh) -> None:
+        """Refuse experts that do not run in grouped products, which alone leave slots out."""
+        for path, experts in expert_modules(model_inside(model)):
+            if not has_known_forward(experts) or experts.config._experts_implementation != "grouped_mm":
+                raise ConfigurationError(
+                    f"expert_rank_capacity_factor={self.config.policy.expert_rank_capacity_factor} needs experts in "
+                    f"grouped products, and {path} has others; use experts_implementation='grouped_mm' or "
+                    "expert_rank_capacity_factor=None"
+                )
+
+    def boosted(self, model: HybridParallelModel) -> None:
+        """Let the report on a step that is not finite say where slots were too few."""
+        model.trace.causes = partial(overfull, model.unwrap())
 
 
 class ExpertBalance:

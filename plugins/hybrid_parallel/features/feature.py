@@ -82,6 +82,7 @@ _HERE = "plugins.hybrid_parallel"
 # The class of a feature, and whether a job has it; the classes are imported by the jobs that do.
 FEATURES: tuple[tuple[str, Callable[[HybridParallelConfig, nn.Module], Any]], ...] = (
     (f"{_HERE}.features.expert_load.CountedExperts", lambda config, model: config.policy.counts_experts),
+    (f"{_HERE}.features.expert_load.SlotsOfExperts", lambda config, model: config.policy.expert_rank_capacity_factor),
     (f"{_HERE}.features.low_bits.QuantisedWeights", lambda config, model: _is_packed(model)),
     (f"{_HERE}.features.recomputation.Recomputation", lambda config, model: config.kernels.gradient_checkpointing),
     (f"{_HERE}.features.recomputation.TiledFeedForwards", lambda config, model: config.kernels.tiled_mlp),

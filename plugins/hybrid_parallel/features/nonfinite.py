@@ -264,11 +264,13 @@ class StepTrace:
     """Inputs and losses of the passes since the last step of an optimizer.
 
     Attributes:
+        causes: yields a sentence for each part of the model that makes a step not finite on purpose.
         losses: for each pass, (micro-batch, share of the loss) pairs in the order of its backward passes.
         watch: observer of single modules, in debug mode.
     """
 
     def __init__(self) -> None:
+        self.causes: Callable[[], Iterable[str]] = tuple
         self.microbatches: Microbatches = ()
         self.losses: list[list[tuple[int, Tensor]]] = []
         self.watch: ModuleWatch | None = None
@@ -304,6 +306,7 @@ class StepTrace:
 def first_findings(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: HybridMesh) -> list[Finding]:
     """Return the first finding of each kind over all ranks, in causal order; must be called on all ranks."""
     here = [*_weights(optimizer, mesh), *_inputs(trace, mesh), *_losses(trace, mesh), *_gradients(optimizer, mesh)]
+    here += [Finding(MODULE, (-1, index), text, mesh.place) for index, text in enumerate(trace.causes())]
     if trace.watch is not None:
         here += trace.watch.findings(mesh)
     gathered = all_gather_json([asdict(found) for found in _first_of_each_kind(here)])

@@ -40,6 +40,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"expert_capacity_factor": 1.0, "cp_size": 2},
         r"expert_capacity_factor=1\.0 needs whole sequences, which cp_size=2 cuts; use cp_size=1 or .*=None",
     ),
+    ({"expert_rank_capacity_factor": 2.0}, r"factor=2\.0 exchanges rows of ep_size ranks; use ep_size > 1, or .*=None"),
+    (
+        {"expert_rank_capacity_factor": 2.0, "ep_size": 2, "precision": "fp16"},
+        r"factor=2\.0 makes steps with too few slots nan, which precision='fp16' takes for .*; use 'bf16', or .*=None",
+    ),
     ({"contrastive": "local"}, r"contrastive='local' is not available; use 'global' or 'replica'"),
     (
         {"num_model_chunks": 2},
@@ -125,7 +130,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("growth_interval", "make_vocab_size_divisible_by", "synchrony_interval", "reproducible_unit"), (*COUNT, None)
     ),
-    **dict.fromkeys(("max_norm", "expert_capacity_factor"), NUMBER),
+    **dict.fromkeys(("max_norm", "expert_capacity_factor", "expert_rank_capacity_factor"), NUMBER),
     "moe_router_bias_update_rate": (-1.0, "0.1", True, float("nan"), float("inf"), None),
     "reproducible_blocks": (*COUNT, 3, 6),
     "reproducible_sequence_blocks": COUNT,
