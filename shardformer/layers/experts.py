@@ -313,8 +313,9 @@ def has_known_forward(experts: nn.Module) -> bool:
     """Return whether these experts can run in grouped products as here: no kind that a later release adds, no own."""
     from transformers.integrations.moe import use_experts_implementation
 
-    is_native = hasattr(experts, "has_gate") and hasattr(experts.forward, "__wrapped__")
-    return is_native and inspect.signature(use_experts_implementation).parameters.keys() <= _KINDS
+    is_native = "forward" not in vars(experts) and hasattr(experts.forward, "__wrapped__")
+    kinds = inspect.signature(use_experts_implementation).parameters.keys()
+    return is_native and hasattr(experts, "has_gate") and kinds <= _KINDS
 
 
 class SharedExpert:
