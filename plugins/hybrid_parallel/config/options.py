@@ -336,7 +336,6 @@ class HybridParallelConfig:
         """Return one sentence for what `expert_rank_capacity_factor` excludes."""
         factor, debugging = self.policy.expert_rank_capacity_factor, self.debugging
         needs = {
-            "exchanges rows of ep_size ranks; use ep_size > 1": self.parallel.ep_size == 1,
             "makes steps with too few slots nan, which precision='fp16' takes for a loss scale too large; use 'bf16'": (
                 self.mixed_precision.precision == "fp16"
             ),

@@ -73,12 +73,15 @@ class SlotsOfExperts(Feature):
 
     def check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: HybridMesh) -> None:
         """Refuse experts that do not run in grouped products, which alone leave slots out."""
+        option, instead = "expert_rank_capacity_factor", ", or expert_rank_capacity_factor=None"
+        option = f"{option}={self.config.policy.expert_rank_capacity_factor}"
+        if self.config.parallel.ep_size == 1:
+            raise ConfigurationError(f"{option} exchanges rows of ep_size ranks; use ep_size > 1{instead}")
         for path, experts in expert_modules(model_inside(model)):
             if not has_known_forward(experts) or experts.config._experts_implementation != "grouped_mm":
                 raise ConfigurationError(
-                    f"expert_rank_capacity_factor={self.config.policy.expert_rank_capacity_factor} needs experts in "
-                    f"grouped products, and {path} has others; use experts_implementation='grouped_mm' or "
-                    "expert_rank_capacity_factor=None"
+                    f"{option} needs experts in grouped products, and {path} has others; use "
+                    f"experts_implementation='grouped_mm'{instead}"
                 )
 
     def boosted(self, model: HybridParallelModel) -> None:

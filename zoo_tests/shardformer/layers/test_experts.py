@@ -6,13 +6,14 @@ What breaks here first: something that takes all replicas for copies of each oth
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from booster import Booster
-from booster.errors import ConfigurationError, SynchronyError
+from booster.errors import ConfigurationError, NonFiniteError, SynchronyError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.checkpoint.global_tensor import local_tensors
 from plugins.hybrid_parallel.shard_report import shard_report, to_text
@@ -51,6 +52,36 @@ def _case(layout: str, ep_size: int = 2, family: str = "mixtral", config: dict[s
 def test_layouts_that_do_not_fit(case: Case, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         boost(case)
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "message"),
+    [
+        ({}, {}, r"^expert_rank_capacity_factor=1.5 exchanges rows of ep_size ranks; use ep_size > 1, or .*=None$"),
+        (
+            {"ep_size": 2},
+            {"experts_implementation": "eager"},
+            r"^expert_rank_capacity_factor=1.5 needs experts in grouped .*layers.0.mlp.experts has others; use .*=None",
+        ),
+    ],
+)
+@distributed(2)
+def test_slots_that_do_not_fit(options: dict[str, Any], config: dict[str, Any], message: str) -> None:
+    plugin = HybridParallelPlugin(expert_rank_capacity_factor=1.5, **options)
+    with pytest.raises(ConfigurationError, match=message):
+        Booster(plugin=plugin).boost(_case("dp2", config=config).recipe.model())
+
+
+@distributed(2)
+def test_a_step_with_too_few_slots_is_refused() -> None:
+    case = _case("dp2")
+    boosted = boost(replace(case, options=(*case.options, ("expert_rank_capacity_factor", 0.1))))
+    boosted.pipeline_backward(boosted.share(case.recipe.batch(0)))
+    said = (
+        r"layers.0.mlp.experts had \d+ rows too many for one rank under expert_rank_capacity_factor=0.1; use a larger"
+    )
+    with pytest.raises(NonFiniteError, match=said):
+        boosted.finish_step()
 
 
 @distributed(2)
