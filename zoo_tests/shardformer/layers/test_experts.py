@@ -77,9 +77,7 @@ def test_a_step_with_too_few_slots_is_refused() -> None:
     case = _case("dp2")
     boosted = boost(replace(case, options=(*case.options, ("expert_rank_capacity_factor", 0.1))))
     boosted.pipeline_backward(boosted.share(case.recipe.batch(0)))
-    said = (
-        r"layers.0.mlp.experts had \d+ rows too many for one rank under expert_rank_capacity_factor=0.1; use a larger"
-    )
+    said = r"layers.0.mlp.experts had \d+ rows too many for one rank under .*factor=0.1; use a larger one, or None"
     with pytest.raises(NonFiniteError, match=said):
         boosted.finish_step()
 
