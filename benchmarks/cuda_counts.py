@@ -22,6 +22,7 @@ _ROWS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "cp2, ring": ("ours", {"cp_size": 2}, 2, 0),
     "tp2, fp8": ("ours", {"tp_size": 2, "precision": "fp8"}, 2, 0),
     "ep2 (Mixtral)": ("ours", {"ep_size": 2}, 2, 0),
+    "ep2 (Mixtral), 1.5 times the rows": ("ours", {"ep_size": 2, "expert_rank_capacity_factor": 1.5}, 2, 0),
 }
 _MICROBATCHES = 2
 _LAYERS = 2
@@ -42,7 +43,7 @@ _NOTE = (
     "Collectives count messages between stages too; the bytes are those of the larger of input and result. Our "
     "code waits for the device once a step, to decide whether gradients are finite; with experts also once in "
     "each layer and micro-batch: tokens are neither dropped nor padded, so that the host must know how many rows "
-    "come from each rank. transformers waits once for each mask of a micro-batch, to know whether it hides "
+    "come from each rank; not with `expert_rank_capacity_factor`. transformers waits once for each mask of a micro-batch, to know whether it hides "
     "anything, and not without a mask. Of the other systems, only DeepSpeed looks for overflow and computes a "
     "norm, as we do. DDP runs under autocast and broadcasts the model's buffers in each pass; its communication "
     "hook is ours, since a fake process group has no futures, and does the same all-reduce. FSDP2 has a "

@@ -237,8 +237,8 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     # expert_parallel
     "rows come back in the order of experts": Edit(
         "shardformer.layers.experts",
-        "_ReturnedRows.apply(back, order, places)",
-        "_ReturnedRows.apply(back, order, order)",
+        "_ReturnedRows.apply(back, order, places, skips)",
+        "_ReturnedRows.apply(back, order, order, skips)",
         (f"{EXPERTS}[{_MIXTRAL}]",),
     ),
     "routing weights of the other choice": Edit(
