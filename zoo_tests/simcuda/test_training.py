@@ -174,7 +174,11 @@ def low_bits(sums: torch.Tensor) -> bool:
     return (sums.view(torch.int32) & 0xF != 0).float().mean().item() > 0.5
 
 
-@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"pp_size": 2, "pp_style": "zero_bubble"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dp_size": 2, "zero_stage": 2}, {"tp_size": 2}, {"pp_size": 2, "pp_style": "zero_bubble"}],
+    ids=str,
+)
 def test_products_of_sixteen_bits_add_weight_gradients_in_fp32(options: dict[str, Any]) -> None:
     ranks = 2 if options else 1
     found, arrived = run_on_ranks(ranks, gradients_in_sixteen_bits, options, 0, device="simcuda")[0]
