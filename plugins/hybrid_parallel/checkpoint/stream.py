@@ -393,10 +393,7 @@ def _bring(flat: Tensor, source: int, group: dist.ProcessGroup, takers: Collecti
     if takers is None:
         return [dist.broadcast(as_bytes(flat), group=group, group_src=source, async_op=True)]
     group, own = message_group(group), dist.get_rank(group)
-    if own == source:
-        peers = [index for index, rank in enumerate(dist.get_process_group_ranks(group)) if rank in takers]
-    else:
-        peers = [source] if dist.get_rank() in takers else []
-    kind = dist.isend if own == source else dist.irecv
-    ops = [dist.P2POp(kind, as_bytes(flat), group=group, group_peer=peer) for peer in peers if peer != own]
-    return dist.batch_isend_irecv(ops) if ops else []
+    if own != source:
+        return [dist.irecv(as_bytes(flat), group=group, group_src=source)] if dist.get_rank() in takers else []
+    targets = [index for index, rank in enumerate(dist.get_process_group_ranks(group)) if rank in takers]
+    return [dist.isend(as_bytes(flat), group=group, group_dst=target) for target in targets if target != own]
