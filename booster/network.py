@@ -76,7 +76,7 @@ def hold_store(host: str, port: int = 0) -> TCPStore:
 
 
 def name_is_usable() -> bool:
-    """Return whether others reach the address of this machine's name, where gloo listens: not so 127.0.1.1."""
+    """Return whether others reach the address of this machine's name, where gloo listens; not 127.0.1.1."""
     addresses = addresses_of(socket.gethostname())
     return bool(addresses) and not is_loopback(addresses[0]) and is_held(addresses[0])
 

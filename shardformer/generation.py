@@ -111,7 +111,7 @@ def _go_on_for_others(model: nn.Module, experts: ProcessGroup) -> None:
 
 
 def decided_first(criteria: Any, *groups: ProcessGroup) -> Any:
-    """Return stopping criteria with the first rank's answers: clocks differ, and a rank that ends is missed."""
+    """Return stopping criteria with the first rank's answers: clocks differ, and no rank may end alone."""
     own = ("max_length", "eos_token_id")  # transformers looks for these criteria; they are the same on all ranks
     return type(criteria)(
         each if any(hasattr(each, name) for name in own) else _FirstDecides(each, groups) for each in criteria

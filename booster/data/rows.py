@@ -205,13 +205,7 @@ IGNORE_INDEX = -100
 
 
 def parts_of(index: int, length: int, max_tokens: int, too_long: str, longest: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a document that are packed: the first token, and the token behind the last.
-
-    Args:
-        index, length: number and tokens of the document.
-        max_tokens, too_long: see `pack`.
-        longest: tokens of the longest document, if that is known.
-    """
+    """Yield (first token, token behind the last) of a document's packed parts; `longest`: of all documents."""
     if length > max_tokens and too_long == "refuse":
         raise ConfigurationError(
             f"document {index} has {length} tokens, more than max_tokens={max_tokens}; use "

@@ -113,11 +113,7 @@ def diagnose_batches(batches: Mapping[int, str]) -> str:
 
 
 def compare_counts(counts: Mapping[int, Mapping[str, int]], ignored: Iterable[str] = ()) -> dict[str, dict[int, int]]:
-    """Find the groups whose members had issued different numbers of operations at the end of `optimizer.step`.
-
-    Returns:
-        Group -> rank -> number of operations, for the groups that differ.
-    """
+    """Return group -> rank -> number of operations at the end of a step, of groups that differ."""
     by_group: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, numbers in counts.items():
         for key, number in numbers.items():

@@ -216,6 +216,6 @@ def _ended_unheard(link: socket.socket) -> bool:
 
 
 def _silence_s(link: socket.socket) -> float:
-    """Return how long the other kernel has not answered, which it does not count with a cut cable here."""
+    """Return how long the other kernel has not answered, also while this machine's cable is cut."""
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
     return struct.unpack_from("I", info, _LAST_ACK)[0] / 1000

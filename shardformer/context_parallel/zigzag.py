@@ -203,7 +203,7 @@ def token_mask(inputs: Mapping[str, Any], axis: ZigzagSharding | None, tp_group:
 
 
 def record_facts(parts: Sequence[Mapping[str, Any]], on_host: Sequence[Mapping[str, Any]]) -> None:
-    """Record the facts of `parts`, read from the same `on_host`; else the host waits once, for all."""
+    """Record the facts of `parts` on their tensors, read from the same micro-batches `on_host`."""
     for name, asks in _FACTS.items():
         known = [part.get(name) for part in on_host]
         if not known or not all(isinstance(each, Tensor) for each in known):

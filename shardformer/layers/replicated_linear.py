@@ -47,11 +47,7 @@ class Embedding(nn.Embedding):
 
 
 def replicated_linear(module: nn.Module) -> nn.Module | None:
-    """Return a `Linear` or `Conv1D` with the state of `module`, or `module` if it is one already.
-
-    Returns:
-        None if `module` is no linear layer of torch or transformers, or has a forward of its own.
-    """
+    """Return a `Linear` or `Conv1D` with `module`'s state, or itself; None unless it is a plain linear layer."""
     if "forward" in vars(module) or is_quantised(module._parameters.get("weight")):
         return None
     if isinstance(module, Linear | Conv1D):

@@ -25,12 +25,7 @@ _PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product
 
 
 def whole_counts(module: nn.Module, features: int, stride: int) -> dict[str, int]:
-    """Return attributes of `module` that its forward reads and that must shrink when one of its layers is sharded.
-
-    Args:
-        module: the module that owns the layer.
-        stride: number of equal parts that the features consist of.
-    """
+    """Return attributes of `module` that shrink when a layer is cut; `stride`: equal parts of its features."""
     part = features // stride
     numbers = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
     read = names_read(module)

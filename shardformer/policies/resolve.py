@@ -44,15 +44,7 @@ def resolve(model: nn.Module, shard_config: ShardConfig | None = None, policy: P
 
 
 def policy_of(model: nn.Module, config: ShardConfig, given: Policy | None) -> Policy:
-    """Return the policy of the model's family, or a `UniformPolicy` if `sharding_dim` is set.
-
-    Args:
-        given: the user's policy; a `TPInfo`, slots or a derived plan may leave models of transformers, or how to cut
-            them into stages, to their own policies.
-
-    Raises:
-        ValueError: no policy is known.
-    """
+    """Return the user's policy, in part if it leaves backbones to theirs, or the family's; ValueError if unknown."""
     is_ordered = isinstance(given, ProposedPolicy) and given.declared.execution
     if isinstance(given, TPInfoPolicy | SlotPolicyAdapter | ProposedPolicy) and not is_ordered:
         with suppress(ValueError):

@@ -105,15 +105,7 @@ class FabricMethods(JobMethods, ParallelStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Scale the gradients of an optimizer so that their norm over all ranks is at most `max_norm`.
-
-        Returns:
-            The norm before (0-d).
-
-        Raises:
-            ConfigurationError: if a norm cannot be.
-            RuntimeError: if the norm is not finite.
-        """
+        """Clip the norm over all ranks to `max_norm`; return the norm before (0-d), or raise if it is not finite."""
         norm = optimizer.clip_grad_norm_(max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}; use error_if_nonfinite=False to go on")

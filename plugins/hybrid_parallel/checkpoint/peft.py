@@ -55,14 +55,7 @@ def refuse_bare_adapters(module: nn.Module) -> None:
 def save_adapter_files(
     model: HybridParallelModel, mesh: HybridMesh, directory: Path, dtype: torch.dtype | None
 ) -> None:
-    """Write all adapters, one at a time; global rank 0 gathers and writes them.
-
-    Args:
-        dtype: dtype of floating-point weights in the files; None for their own.
-
-    Raises:
-        ConfigurationError: the model has no adapters any more, or the directory cannot be written; on all ranks.
-    """
+    """Write all adapters, gathered by global rank 0, in `dtype` (None: their own), or refuse on all ranks."""
     _check_names(model)
     with model.gathers.whole(params=_tensors_in_files(model)):
         _save(model, mesh, directory, dtype)
@@ -83,15 +76,7 @@ def _save(model: HybridParallelModel, mesh: HybridMesh, directory: Path, dtype: 
 
 
 def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool) -> None:
-    """Read all adapters of the model; each rank reads its own slices.
-
-    Args:
-        directory: directory written by `save_model` or by peft's `save_pretrained`.
-        strict: raise if tensor names differ.
-
-    Raises:
-        ConfigurationError: files are missing or damaged, shapes differ, or, if `strict`, names differ.
-    """
+    """Read this rank's slices of all adapters; refuses damaged files, other shapes or, if `strict`, names."""
     _check_names(model)
     with model.gathers.whole(keeps_changes=True, params=_tensors_in_files(model)):
         _load(model, directory, strict)

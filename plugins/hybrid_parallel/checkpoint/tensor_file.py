@@ -287,12 +287,7 @@ class TensorFileReader:
         self._start, self._entries = read_header(self._file)
 
     def read(self, name: str, offsets: Sequence[int], lengths: Sequence[int], target: Tensor) -> None:
-        """Fill `target`, of shape `lengths`, with one rectangle of a tensor.
-
-        Args:
-            offsets, lengths: position and shape of the rectangle in the tensor.
-            target: tensor that receives the values; its dtype may differ from that of the file.
-        """
+        """Fill `target`, of shape `lengths` and any dtype, with the rectangle of a tensor at `offsets`."""
         entry = self._entries[name]
         if entry["dtype"] not in _DTYPES:
             raise OSError(f"{name} has dtype {entry['dtype']} in {self._file.name}, which no parameter has; convert it")
@@ -465,12 +460,7 @@ class Manifest:
             self._check_size(directory / name)
 
     def verify_file(self, directory: Path, name: str) -> None:
-        """Compare every byte of a file with the checksums.
-
-        Raises:
-            ConfigurationError: the file is missing, truncated or changed; the message names the damaged tensor.
-            OSError: the file cannot be read.
-        """
+        """Compare a file's bytes with the checksums; refuses a missing or damaged one, with its tensor."""
         path = directory / name
         self._check_size(path)
         with naming(path):

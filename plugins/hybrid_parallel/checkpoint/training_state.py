@@ -148,13 +148,7 @@ def manifest_of(
     sequence: int = 0,
     files: dict[str, SavedFile] | None = None,
 ) -> Manifest:
-    """Return the manifest of a state, wherever its tensors are.
-
-    Args:
-        state: what is identical on all ranks.
-        parts: of each rank, the description of its tensors and its optimizer numbers.
-        sequence, files: see `Manifest`.
-    """
+    """Return a state's manifest; `state`: the same on all ranks; `parts`: of each rank, tensors and numbers."""
     if state["optimizer"] is not None:
         state = {**state, "optimizer": {**state["optimizer"], **merge_numbers([numbers for _, numbers in parts])}}
     return Manifest(sequence, files or {}, merge_tensors([tensors for tensors, _ in parts]), state)

@@ -78,12 +78,7 @@ def is_number(value: Any) -> bool:
 
 
 def one_of(*choices: Any, text: str | None = None) -> Rule:
-    """Create the rule of an option with named values, all but None of one type.
-
-    Args:
-        choices: the values; the last one is the example.
-        text: end of the message about another value; None to list the values.
-    """
+    """Create a rule of named values, the last the example; `text`: end of messages; None: list the values."""
     has_type = is_integer if is_integer(choices[-1]) else lambda value: isinstance(value, type(choices[-1]))
     text = text or f"is not available; use {' or '.join(repr(choice) for choice in choices)}"
     return Rule(((has_type, text), (lambda value: value in choices, text)), choices[-1])

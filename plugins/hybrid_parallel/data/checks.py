@@ -95,13 +95,7 @@ def _is_causal_if_padded(config: Any) -> bool:
 
 
 def check_batch_of_replica(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
-    """Compare the batch across tensor- and context-parallel ranks.
-
-    This is the check for an ordinary loop, where only these ranks have to call the model together.
-
-    Raises:
-        ConfigurationError: the batches differ; raised on all of these ranks.
-    """
+    """Compare the batch across a replica's ranks, which call an ordinary loop's model; raises on all of them."""
     axes = [axis for axis in ("cp", "tp") if mesh.size(axis) > 1]
     entries = {key: _entry(value) for key, value in batch.items()} if axes else {}
     everywhere = [all_gather_json([mesh.rank("dp"), mesh.place, entries], mesh.group(axis)) for axis in axes]

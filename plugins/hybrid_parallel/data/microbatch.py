@@ -323,12 +323,7 @@ class PackedRow:
         return len(self.borders) - 1
 
     def cuts(self, parts: int, hidden_size: int | None) -> list[int]:
-        """Return [parts + 1] token indices that cut the row between documents into parts of nearly equal cost.
-
-        Args:
-            parts: number of parts, at most as many as there are documents.
-            hidden_size: of the model, for the cost of attention; None if it is unknown.
-        """
+        """Return [parts + 1] indices between documents, of nearly equal cost; `hidden_size`: None if unknown."""
         per_token = ATTENTION_LENGTH if hidden_size is None else attention_length_of(hidden_size)
         lengths = [end - start for start, end in itertools.pairwise(self.borders)]
         return [self.borders[index] for index in cuts_of([cost_of(each, per_token) for each in lengths], parts)]

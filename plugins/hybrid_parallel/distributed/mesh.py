@@ -278,13 +278,7 @@ _logger = get_logger(__name__)
 
 
 def announce_grid(grid: torch.Tensor) -> None:
-    """Say on rank 0 which axes cross machines, once for each grid; warn if `tp` does. All ranks must call this.
-
-    A job on one machine logs its sizes alone, at INFO.
-
-    Args:
-        grid: the ranks as [pp, dp, cp, tp].
-    """
+    """Say on rank 0 which axes of `grid`, [pp, dp, cp, tp], cross machines, once; warn of `tp`; all ranks call it."""
     key = ("announced", grid.shape, tuple(grid.flatten().tolist()))
     ProcessGroups.of_world().get_or_create(key, lambda: _announce(grid, all_gather_json(machine_of_this_rank())))
 

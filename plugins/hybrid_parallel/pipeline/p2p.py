@@ -161,14 +161,7 @@ class Channel:
         return int(number)
 
     def prepare_receive(self, key: tuple, microbatch: int, specs: Specs | None = None) -> PendingReceive:
-        """Return the receive of the next message, and wait for its header if there is one.
-
-        It is posted at once on the CPU, where this holds up nothing; on CUDA the caller posts it.
-
-        Args:
-            key: signature of the micro-batch.
-            specs: the specs of the message if this side knows them (gradients are like activations).
-        """
+        """Return the next message's receive, posted at once on CPUs, with its header; `specs`: if known here."""
         what = f"{self.name} of micro-batch {microbatch} from rank {self.peer}"
         if specs is None:
             specs = self._known.get(key)

@@ -171,7 +171,7 @@ class Profiler:
         return Profile(self.rows, costs, local, buffers)
 
     def parameters(self, tp_size: int, sequence: bool, ep_size: int) -> dict[str, LocalParameter]:
-        """Return rank 0's shards under expert parallelism, not profiled (passes read values); refuses experts uncut."""
+        """Return rank 0's shards under expert parallelism, not profiled: passes read values."""
         with fake_rank(0, tp_size * ep_size):
             model, _, _ = build_proxy_model(self.build, self._config(tp_size, sequence, ep_size))
             return self._locals(model)

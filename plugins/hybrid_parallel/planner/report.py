@@ -201,14 +201,7 @@ def goodputs(prediction: Prediction, device: Device, assumed: FailureAssumptions
 
 
 def best_interval(save: float, between: float) -> float:
-    """Return the seconds of training between checkpoints that lose the least time (Daly, 2006, equation 37).
-
-    Young's sqrt(2 * save * between) is its first term.
-
-    Args:
-        save: seconds that training waits for a checkpoint.
-        between: mean seconds between failures.
-    """
+    """Return the seconds between saves that lose least (Daly, 2006, eq. 37); `save`, `between` failures: seconds."""
     if save >= 2 * between:
         return between
     ratio = save / (2 * between)

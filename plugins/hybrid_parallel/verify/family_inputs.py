@@ -106,11 +106,7 @@ def _refusal(kind: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Config
 def further_inputs(
     family: str, model: nn.Module, batch: Mapping[str, Tensor], generator: torch.Generator
 ) -> dict[str, Any]:
-    """Make the family-specific inputs of a model; they replace inputs of the same name in the batch (None: no input).
-
-    Args:
-        family: name of the family's folder in `transformers.models`.
-    """
+    """Return a model's inputs by `family` (its folder in transformers), which replace others; None: without."""
     takes = inspect.signature(model.forward).parameters
     given, found = _Given(model, batch, generator), {}
     for name, how in json.loads(_TABLE.read_text(encoding="utf-8")).items():

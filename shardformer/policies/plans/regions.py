@@ -56,12 +56,7 @@ class Recording:
 
 
 def record(model: nn.Module, forward: Callable[[], Any]) -> Recording:
-    """Run `forward` once and return what the modules of `model` read; weights and gradients stay as they are.
-
-    Args:
-        model: the whole model; its weights must be as different from each other as trained ones are.
-        forward: calls the model, and returns its outputs.
-    """
+    """Run `forward` once, and return what modules of `model` read; its weights must differ as trained ones."""
     watch = _Watch(model)
     try:
         with torch.enable_grad():

@@ -32,12 +32,7 @@ AUTO = "auto"
 
 
 def described(default: Any, rule: str, example: Any) -> Any:
-    """Create a field that describes its allowed values.
-
-    Args:
-        default: default value; `...` for a required key.
-        rule: text that follows a wrong value, such as "is not a positive integer; use 1 or more".
-    """
+    """Create a field that describes its values; `default`: `...` if required; `rule`: follows a wrong value."""
     return Field(default=default, description=rule, examples=[example])
 
 
