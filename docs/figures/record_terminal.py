@@ -43,7 +43,7 @@ def record(command: str) -> list[tuple[float, str]]:
         pieces.append((time.monotonic() - start, data.decode(errors="replace")))
         return data
 
-    status = pty.spawn(["sh", "-c", f"stty cols {COLUMNS}; {command}"], read)
+    status = pty.spawn(["sh", "-c", f"stty rows 40 cols {COLUMNS}; {command}"], read)
     if status:
         raise RuntimeError(f"{command!r} ended with {os.waitstatus_to_exitcode(status)}")
     lines, rest = [], ""
