@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -195,6 +195,7 @@ def _blind_runs() -> Iterator[Run]:
         "NeMo Automodel, docs/performance-summary.mdx",
         "Megatron-Bridge, docs/performance-summary-archive.md",
     )
+    tp = {"tp_size": 2, "sequence": True}
     table = (
         # name, source, model, layout, length, tokens a second on a device, elementwise
         ("8B eager, 8", titan + "1", _llama_8b, _fsdp(8, 1, 2, "operators"), 8192, 5762, 1.0),
@@ -202,7 +203,12 @@ def _blind_runs() -> Iterator[Run]:
         ("8B eager, 128", titan + "3", _llama_8b, _fsdp(128, 1, 2, "operators"), 8192, 5605, 1.0),
         ("8B compiled, 128", titan + "3", _llama_8b, _fsdp(128, 1, 2, "operators"), 8192, 6514, _FUSED),
         ("70B, 64", auto, _llama_70b, _fsdp(32, 4, 1, "full", cp_size=2), 8192, 866.77, _FUSED),
-        ("8B LoRA, 1", auto, _llama_8b_lora, _fsdp(1, 16, 2, None), 4096, 12472.87, _FUSED),
+        ("8B LoRA, 1", auto, partial(_lora, _llama_8b), _fsdp(1, 16, 2, None), 4096, 12472.87, _FUSED),
+        ("7B LoRA, 1", auto, partial(_lora, _qwen_7b), _fsdp(1, 16, 2, None), 4096, 14110.05, _FUSED),
+        ("32B LoRA, 8", auto, partial(_lora, _qwen_32b), _fsdp(4, 4, 2, "full", tp_size=2), 4096, 2250.31, _FUSED),
+        ("32B LoRA, 16", auto, partial(_lora, _qwen_32b), _fsdp(8, 2, 2, "full", tp_size=2), 4096, 2072.89, _FUSED),
+        ("70B LoRA, 8", auto, partial(_lora, _llama_70b), _fsdp(4, 4, 2, "full", **tp), 4096, 1091.85, _FUSED),
+        ("70B LoRA, 16", auto, partial(_lora, _llama_70b), _fsdp(8, 2, 2, "full", **tp), 4096, 984.85, _FUSED),
         ("Qwen3 30B-A3B, 8", auto, _qwen3_moe, _fsdp(8, 16, 4, "full", ep_size=8), 4096, 12040, _FUSED),
         ("GPT-OSS 20B, 8", auto, partial(_gpt_oss, 24, 32), _fsdp(8, 16, 2, None, ep_size=8), 4096, 13058, _FUSED),
         (
@@ -224,7 +230,7 @@ def _blind_runs() -> Iterator[Run]:
 
 def _fsdp(dp_size: int, count: int, rows: int, recomputation: str | None, **sizes: int) -> Layout:
     options = {"num_microbatches": count, "rows": rows, "recomputation": recomputation, "zero_stage": 3}
-    return _Unchecked(dp_size, 1, 1, **options, **sizes)
+    return _Unchecked(**{"dp_size": dp_size, "tp_size": 1, "pp_size": 1, **options, **sizes})
 
 
 class _Unchecked(Layout):
@@ -260,11 +266,24 @@ _llama_8b = partial(_llama, 8192, 4096, 14336, 32, 32)
 _llama_70b = partial(_llama, 8192, 8192, 28672, 80, 64)
 
 
-def _llama_8b_lora() -> nn.Module:
+def _lora(build: Callable[[], nn.Module]) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    return get_peft_model(_llama_8b(), LoraConfig(r=16, lora_alpha=32, lora_dropout=0.1, target_modules=modules))
+    return get_peft_model(build(), LoraConfig(r=16, lora_alpha=32, lora_dropout=0.1, target_modules=modules))
+
+
+def _qwen(hidden: int, intermediate: int, layers: int, heads: int, key_heads: int) -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=key_heads, vocab_size=152064,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config)
+
+
+_qwen_7b, _qwen_32b = partial(_qwen, 3584, 18944, 28, 28, 4), partial(_qwen, 5120, 27648, 64, 40, 8)
 
 
 def _qwen3_moe() -> nn.Module:
