@@ -5,6 +5,7 @@ Client and protocol are TRL's own. What the server says goes to all ranks, failu
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -111,10 +112,10 @@ class _ServedGeneration:
             try:
                 self.vllm_client.client.update_named_params(self._weight_metadata, weights)
             finally:
-                _exhaust(weights)  # the other ranks gather it all
+                deque(weights, 0)  # the other ranks gather it all
 
         if dist.get_rank() > 0:
-            _exhaust(weights)
+            deque(weights, 0)
         self.vllm_client.call("update_named_params", send)
         self.vllm_client.reset_prefix_cache()
 
@@ -122,8 +123,3 @@ class _ServedGeneration:
         model = self._trainer.model
         merged = hasattr(model.unwrap(), "peft_config")
         return self._trainer.accelerator.booster.weights(model, to_rank=0, merge_adapters=merged)
-
-
-def _exhaust(stream: Iterator[Any]) -> None:
-    for _ in stream:
-        pass

@@ -34,7 +34,7 @@ from booster.integrations.trl_server import served_generation
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 
-_DISTILLING = "DistillationTrainer"
+_DISTILLING, _ONLINE_DPO = "DistillationTrainer", "OnlineDPOTrainer"
 _ENDED = "val/contain_eos_token"  # the metric of OnlineDPO that TRL does not gather
 # Entries of a generated batch that are no arguments of a model.
 _GENERATED = {f"{part}_{end}" for part in ("prompt", "completion") for end in ("ids", "mask")}
@@ -125,7 +125,7 @@ class BoostedTRLTrainer:
         tokens = found[3] if isinstance(found[1], Tensor) else sum(map(len, found[1]))
         for count in counts:
             count(tokens)
-        return self._as_wide_on_all_replicas(*found) if self._is_online_dpo else found
+        return self._as_wide_on_all_replicas(*found) if self._name == _ONLINE_DPO else found
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return what a step trains on, which meters count; the loader has prompts alone."""
@@ -271,13 +271,9 @@ class BoostedTRLTrainer:
 
     # ----- OnlineDPO, which has its loss and its metrics in `training_step` -----
 
-    @property
-    def _is_online_dpo(self) -> bool:
-        return self._name == "OnlineDPOTrainer"
-
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Train on a batch; a loss that the trainer computes here is that of all replicas, and so are its metrics."""
-        if not self._is_online_dpo or self.plugin.dp_size == 1:
+        if self._name != _ONLINE_DPO or self.plugin.dp_size == 1:
             return super().training_step(model, inputs, *args, **kwargs)
         rows = len(inputs["prompt"])
         self._check_shares(rows)

@@ -190,10 +190,7 @@ class HybridBoosterEngine(BaseEngine):
         tokens = data["loss_mask"].sum().to(self.mesh.device_type)
         dist.all_reduce(tokens, group=group)
         tensordict_utils.assign_non_tensor(
-            data,
-            sp_size=self.mesh["cp"].size(),
-            dp_size=self.get_data_parallel_size(),
-            batch_num_tokens=tokens.item(),
+            data, sp_size=self.mesh["cp"].size(), dp_size=self.get_data_parallel_size(), batch_num_tokens=tokens.item()
         )
         micro_batches, indices = utils.prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
         micro_batches = [each.to(self.mesh.device_type) for each in micro_batches]

@@ -24,12 +24,7 @@ from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.global_tensor import GlobalTensor, local_tensors, piece_of
-from plugins.hybrid_parallel.checkpoint.peft import (
-    MergedAdapters,
-    adapter_items,
-    has_adapters,
-    refuse_bare_adapters,
-)
+from plugins.hybrid_parallel.checkpoint.peft import MergedAdapters, adapter_items, has_adapters, refuse_bare_adapters
 from plugins.hybrid_parallel.checkpoint.save import Item, cut_by_size, items_of, to_files
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
@@ -248,10 +243,6 @@ class WeightStream:
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
-    def is_on_the_way(self, stage: int) -> bool:
-        """Whether this rank gets the tensors of a stage, or hands them to the rank that does."""
-        return self.takes("pp") and (self.to_rank in {None, dist.get_rank()} or stage == self.mesh.rank("pp"))
-
 
 class _Arrival:
     """A bucket on its way to this rank; `advance` waits for what has been started, and starts what follows.
@@ -264,7 +255,9 @@ class _Arrival:
         self.slots = slots
         device = stream.mesh.device
         self._size = slots[-1].stop if slots else 0
-        size = self._size if stream.is_on_the_way(stage) else 0
+        # A rank gets the tensors, or hands those of its stage to the rank that does.
+        is_needed = stream.to_rank in {None, dist.get_rank()} or stage == stream.mesh.rank("pp")
+        size = self._size if stream.takes("pp") and is_needed else 0
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._steps, self._works, self._is_complete = self._run(stream, stage, index), [], False
         # What the caller computes meanwhile does not wait for messages.
