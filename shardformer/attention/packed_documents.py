@@ -190,7 +190,12 @@ def _calls_in(method: Any) -> tuple[MaskCall, ...]:
     keys = {key.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if _is_text(key)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     made = [call for call in calls if _MASK_FUNCTION.fullmatch(call.func.id)]
-    return tuple(MaskCall("bidirectional" not in call.func.id, _passes_positions(call, keys)) for call in made)
+    # Rotary embeddings of three axes: masks read a fourth row of positions, which [rows, seq] becomes in some families.
+    source = ast.unparse(tree)
+    has_none = "text_position_ids = None" in source and ".expand(4," not in source
+    return tuple(
+        MaskCall("bidirectional" not in call.func.id, not has_none and _passes_positions(call, keys)) for call in made
+    )
 
 
 def _passes_positions(call: ast.Call, keys: set[str]) -> bool:

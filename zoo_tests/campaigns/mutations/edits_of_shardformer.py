@@ -155,6 +155,12 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "positions.amin(dim=-1, keepdim=True)}",
         (f"{_KEPT_APART}::test_an_encoder_keeps_documents_apart[Roberta]",),
     ),
+    "masks of three rows of positions read the texts' own": Edit(
+        "shardformer.attention.packed_documents",
+        "not has_none and _passes_positions(call, keys)",
+        "_passes_positions(call, keys)",
+        (f"{_KEPT_APART}::test_masks_that_read_a_fourth_row_of_positions",),
+    ),
     "micro-batches with a rotary embedding of their own": Edit(
         "plugins.hybrid_parallel.boosted.forward_options",
         "(field == ROTARY and is_cut and is_unusual)",

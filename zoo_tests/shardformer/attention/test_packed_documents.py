@@ -21,7 +21,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.boosted.forward_options import with_positions
 from shardformer.attention import backend
-from shardformer.attention.packed_documents import flash_arguments, reason_not_kept_apart
+from shardformer.attention.packed_documents import flash_arguments, mask_calls, reason_not_kept_apart
 from zoo_tests.harness.documents import language_model, one_by_one, one_row
 from zoo_tests.harness.ranks import distributed, run_on_ranks
 
@@ -145,6 +145,13 @@ def test_models_that_make_masks_of_positions(name: str) -> None:
 @pytest.mark.parametrize("name", _NOT_KEPT)
 def test_models_that_do_not(name: str) -> None:
     assert reason_not_kept_apart(_base(name))
+
+
+def test_masks_that_read_a_fourth_row_of_positions() -> None:
+    """Texts have two-dimensional positions, of which Qwen2.5-VL makes three rows, and Qwen3-VL four."""
+    calls = {name: mask_calls(getattr(transformers, f"{name}TextModel")) for name in ("Qwen2_5_VL", "Qwen3VL")}
+    passes = {name: {call.passes_positions for call in found} for name, found in calls.items()}
+    assert passes == {"Qwen2_5_VL": {False}, "Qwen3VL": {True}}
 
 
 def _encoder(head: str, family: str = "Bert") -> nn.Module:
