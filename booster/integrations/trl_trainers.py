@@ -257,16 +257,23 @@ class BoostedTRLTrainer:
         return super().concatenated_inputs(wide, *args, **options)
 
     def concatenated_forward(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
-        """Score answers as the trainer does, with a mean over tokens that counts as many as one over pairs should."""
-        scores, replicas = super().concatenated_forward(model, batch), self.accelerator.replicas
+        """Score answers as the trainer does, with a mean over tokens that counts as many as one over pairs should.
+
+        Raises:
+            ConfigurationError: a replica has no pairs; raised on all of them.
+        """
+        replicas, counted = self.accelerator.replicas, batch["chosen_labels"] != -100
         if replicas.size == 1:
-            return scores
-        counted = batch["chosen_labels"] != -100
+            return super().concatenated_forward(model, batch)
         if not self.is_encoder_decoder:
             reads_prompts = self._name == "ORPOTrainer"
             counted = (batch["chosen_attention_mask"] != 0 if reads_prompts else counted)[:, 1:]
         own = torch.stack([counted.sum(), counted.new_tensor(len(counted), dtype=torch.int64)])
-        (tokens, pairs), (all_tokens, all_pairs) = own.tolist(), replicas.reduce(own).tolist()
+        everyone = replicas.gather(own[None])
+        if not everyone[:, 1].all():
+            raise _unlike_shares(self, everyone[:, 1].tolist(), "each needs one")
+        (tokens, pairs), (all_tokens, all_pairs) = own.tolist(), everyone.sum(0).tolist()
+        scores = super().concatenated_forward(model, batch)
         return (*scores[:4], scores[4] * (tokens * all_pairs / max(pairs * all_tokens, 1)), *scores[5:])
 
     # ----- OnlineDPO, which has its loss and its metrics in `training_step` -----
@@ -445,9 +452,9 @@ def _joined(name: str, known: list[tuple[int, float]]) -> float:
     return sum(weight * value for weight, value in known) / max(sum(weight for weight, _ in known), 1)
 
 
-def _unlike_shares(trainer: Any, counts: list[int]) -> ConfigurationError:
+def _unlike_shares(trainer: Any, counts: list[int], why: str = "generate for as many each") -> ConfigurationError:
     return ConfigurationError(
-        f"the replicas of a {type(trainer).__name__} get {counts} samples of a batch, and generate for as many each; "
+        f"the replicas of a {type(trainer).__name__} get {counts} samples of a batch, and {why}; "
         f"use as many samples as make whole batches, or dataloader_drop_last=True"
     )
 
