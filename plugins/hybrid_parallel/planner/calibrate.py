@@ -226,7 +226,7 @@ def measure_parts(
     rows: int,
     length: int,
     repeats: int = 5,
-    pause: Callable[[], None] = lambda: None,
+    enough_s: float = 2.0,
 ) -> MeasuredParts:
     """Train the pruned model of a model on one device for a few steps, and time its parts.
 
@@ -235,7 +235,7 @@ def measure_parts(
         rows: samples of a micro-batch.
         length: tokens of a sample.
         repeats: number of timed steps, after one warm-up step; the median is taken.
-        pause: called before every step, so that several processes can synchronize.
+        enough_s: seconds after which no further step is timed.
     """
     tp_size, sequence = config.parallel.tp_size, config.parallel.enable_sequence_parallelism
     config = HybridParallelConfig.from_options(
@@ -250,9 +250,10 @@ def measure_parts(
         timer = PartTimer(device)
         watch_layers(model, lists, timer)
         found: list[dict[tuple[Part, bool], float]] = []
-        updates = []
+        updates, started = [], timer.now()
         for _ in range(repeats + 1):
-            pause()
+            if len(found) > 1 and timer.now() - started > enough_s:
+                break
             timer.seconds = {}
             timer.begin()
             with in_pass(wrapped, Pass(PassKind.STEP)):

@@ -17,7 +17,7 @@ from torch import nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.groups import CPU
-from plugins.hybrid_parallel.distributed.local_ranks import run_on_local_ranks
+from plugins.hybrid_parallel.distributed.local_ranks import devices_for, run_on_local_ranks
 from plugins.hybrid_parallel.distributed.mesh import control_group
 from plugins.hybrid_parallel.planner.calibrate import Calibration, Case, calibrate
 from plugins.hybrid_parallel.planner.costs import Memory, Prediction, TooLarge
@@ -231,6 +231,7 @@ def _merit(prediction: Prediction) -> tuple:
 
 
 _TIMEOUT_S = 600.0
+_MOST_TOKENS = 4096  # of a micro-batch that is measured on CPUs: larger ones take as long for a token
 _LEAST_TOKENS = 1024  # of a sample on a rank: with fewer, keys and values take longer to send than to use
 
 
@@ -344,7 +345,10 @@ def build_again(model_class: type[nn.Module], config: Any) -> nn.Module:
 def measured_for(build: Callable[[], nn.Module], job: Job) -> Calibration:
     """Measure this machine for every way of sharding the layers that the search of `job` considers."""
     space = _space(ModelMap(build), job, None)
-    cases = [Case(tp, sequence, rows) for tp, sequence in space.cuts() for rows in _extremes(space)]
+    few, many = _extremes(space)
+    if devices_for(1) == CPU:
+        many = max(few + 1, min(many, _MOST_TOKENS // job.length))
+    cases = [Case(tp, sequence, rows) for tp, sequence in space.cuts() for rows in (few, many)]
     return calibrate(build, job.world_size, job.length, job.precision, cases)
 
 
@@ -362,7 +366,8 @@ def _search(
     batch_of(model.model, 1, job.length, "meta")  # fail early: an error here affects every layout
     space, rows, measured = _space(model, job, device), (1, 2), {}
     if calibration is not None:
-        device, rows, measured = calibration.device, _extremes(space), calibration.parts
+        sizes = {case.rows for case in calibration.parts}
+        device, rows, measured = calibration.device, (min(sizes), max(sizes)), calibration.parts
     if job.memory is not None:
         device = replace(device, memory=job.memory)
     quantised = frozenset() if job.quantised is None else job.quantised.names(model.model)
