@@ -131,14 +131,8 @@ class TokenDispatcher:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Give each rank as many slots, without waiting for the device; those without a row hold any other.
 
-        Args:
-            chosen: the expert of each choice, one at least.
-            counts, arriving: rows to each expert, and from each rank to each expert here.
-            order: the choices by expert.
-
-        Returns:
-            The choice in each slot, the slot of each choice, the expert of each slot that arrives (their number where
-            it has no row), and whether a rank has more rows than slots.
+        Return the choice in each slot, the slot of each choice, the expert of each slot that arrives (their number
+        where it has no row), and whether a rank has more rows than slots. There is one choice at least.
         """
         most = torch.tensor(len(chosen))  # on the CPU: reading the result must not wait for the device
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
@@ -158,14 +152,10 @@ class TokenDispatcher:
 def overfull(model: nn.Module) -> Iterator[str]:
     """Yield a sentence for each layer that had more rows than slots since the last call; waits for the device."""
     for path, experts in expert_modules(model):
-        dispatcher = getattr(experts, "dispatcher", None)
-        missing = 0 if dispatcher is None or dispatcher.missing is None else int(dispatcher.missing)
-        if missing > 0:
-            factor, dispatcher.missing = dispatcher.capacity, None
-            yield (
-                f"{path} had {missing} rows too many for one rank under expert_rank_capacity_factor={factor}; use a "
-                "larger one, or None"
-            )
+        missing, experts.dispatcher.missing = experts.dispatcher.missing, None
+        if missing is not None and missing > 0:
+            factor = f"expert_rank_capacity_factor={experts.dispatcher.capacity}"
+            yield f"{path} had {int(missing)} rows too many for one rank under {factor}; use a larger one, or None"
 
 
 class _SentRows(torch.autograd.Function):
@@ -286,7 +276,6 @@ def _grouped_forward(experts: nn.Module, rows: Tensor, chosen: Tensor, _: Tensor
     by_expert, order = chosen.reshape(-1).sort(stable=True)
     places, numbers = _inverse(order), torch.arange(experts.num_experts, device=order.device)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-
     has_norm = getattr(experts, "has_post_expert_norm", False)
     has_rest = experts.dispatcher.has_slots and (experts.has_bias or has_norm)
     rest = (by_expert == len(numbers)).unsqueeze(1) if has_rest else None
