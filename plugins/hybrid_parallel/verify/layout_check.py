@@ -21,6 +21,7 @@ import gc
 import inspect
 import re
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -31,6 +32,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -45,7 +47,7 @@ from plugins.hybrid_parallel.setup.input_checks import has_batch_norms
 from plugins.hybrid_parallel.verify.before_boost import LayoutReport, NotCheckedError, checked_layouts
 from plugins.hybrid_parallel.verify.compare import Difference, Tolerance, compare
 from plugins.hybrid_parallel.verify.image_twin import NoMediaError, image_twin_of
-from plugins.hybrid_parallel.verify.module_outputs import OperatorLog, OutputLog
+from plugins.hybrid_parallel.verify.module_outputs import OperatorLog, Output, OutputLog
 from plugins.hybrid_parallel.verify.random_batch import batch_for, cast, distance_from_wave, takes_labels, takes_pairs
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config, without_dropout
 from plugins.hybrid_parallel.verify.train import (
@@ -57,6 +59,7 @@ from plugins.hybrid_parallel.verify.train import (
     train_on_rank,
     train_reference,
 )
+from shardformer.cross_entropy import fused_linear
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.peft import model_inside
 
@@ -65,6 +68,7 @@ _LEAST_ROWS = 7  # samples, which differ in length and padding
 _LONGEST_S = 6  # of the processor, for the steps of all ranks together
 _LONGEST_CHECK_S = 10  # after which no further layout is tried
 _LENGTH = 300
+_CHUNK = 16  # tokens
 # Wider than those of `booster verify`: sums of activations that are computed in fp32 or bf16 (Apertus) end in rounding.
 _TOLERANCES = {"fp64": Tolerance(1e-5, 1e-4, 1e-4), "fp32": Tolerance(3e-4, 3e-3, 1e-3)}
 _NO_IMAGES = "it takes no images"
@@ -108,12 +112,19 @@ class _Copies:
         return copy.deepcopy(self.batches(model, step, rows))
 
 
+_of_thread = threading.local()  # is_first_step
+
+
 class _LimitedLog(OutputLog):
-    """Recorder that ends steps which take too much time."""
+    """Recorder that ends steps which take too much time, and knows the first one."""
 
     def __init__(self, model: nn.Module, seconds: float) -> None:
         super().__init__(model)
-        self._end = time.thread_time() + seconds
+        self._end, _of_thread.is_first_step = time.thread_time() + seconds, True
+
+    def take(self) -> list[Output]:
+        _of_thread.is_first_step = False
+        return super().take()
 
     def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         if time.thread_time() > self._end:
@@ -132,6 +143,7 @@ def check_layout(subject: CheckedModel, options: Mapping[str, Any], world_size: 
     try:
         with (
             _eager(options),
+            _first_loss_in_chunks(),
             _out_of_the_job(),
             random_numbers_apart(),
             quiet(),
@@ -150,6 +162,16 @@ def _eager(options: Mapping[str, Any]) -> AbstractContextManager:
     """Run fused operators without their compiler, which takes longer than the check may."""
     is_compiled = options.get("enable_jit_fused") or options.get("enable_all_optimization")
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+
+
+@contextmanager
+def _first_loss_in_chunks() -> Iterator[None]:
+    """Compute the first step's loss of tokens in chunks, as with true vocabularies, and the second's of all logits."""
+    with (
+        mock.patch.object(fused_linear, "saves_memory", lambda call: getattr(_of_thread, "is_first_step", False)),
+        mock.patch.object(fused_linear, "rows_of_chunk", lambda columns, device: _CHUNK),
+    ):
+        yield
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardformer.cross_entropy.fused_linear import DeferredLogits
 from shardformer.shard_spec import ShardSpec, spec_of
 from shardformer.stages.placeholders import StagePlaceholder
 from shardformer.utils.untraced import call_through, in_backward
@@ -62,8 +63,9 @@ class OutputLog:
     def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         tensor = next(_tensors(output), None)
         is_recomputed = in_backward()
-        # A tensor with Python attributes is one that a collective is still writing to.
-        if tensor is None or is_recomputed or vars(tensor):
+        # A tensor with Python attributes is one that a collective is still writing to; of deferred logits the loss has
+        # chunks alone.
+        if tensor is None or is_recomputed or vars(tensor) or isinstance(tensor, DeferredLogits):
             return
         key = name, self._calls[name]
         self._calls[name] += 1

@@ -189,9 +189,16 @@ def test_nothing_is_found_where_training_is_exact(layout: dict[str, Any], world_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["last row of a cut vocabulary belongs to nobody", "clipping counts every copy"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "last row of a cut vocabulary belongs to nobody",
+        "clipping counts every copy",
+        "gradient of the head from the last chunk",
+    ],
+)
 def test_a_mutant_is_found(name: str) -> None:
-    """Two of those that `zoo_tests.campaigns.checked` counts; a process of its own has each."""
+    """Three of those that `zoo_tests.campaigns.checked` counts; a process of its own has each."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         assert process.submit(verdict_of, name).result()["mutant"].startswith("found")
 
