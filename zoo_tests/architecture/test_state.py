@@ -25,6 +25,7 @@ ALLOWED = {
     "plugins/hybrid_parallel/compat/deepspeed_3d/patches.py:_reading": "a ContextVar: set by a context manager",
     "plugins/hybrid_parallel/distributed/local_ranks.py:_of_thread": "of a thread: torch's functions take no world",
     "plugins/hybrid_parallel/reproducible/batch_invariance.py:_SAME": "what is known of the kernels of the process",
+    "plugins/hybrid_parallel/verify/layout_check.py:_of_thread": "of a thread: a loss knows neither rank nor step",
     "plugins/hybrid_parallel/setup/input_checks.py:_BOOSTED": "weak: models of the script that `boost` has changed",
     "shardformer/distributed/atorch.py:PROCESS_STATE": "ATorch's own functions take no object",
     "shardformer/cross_entropy/fused_linear.py:_State": "set by context managers",
