@@ -106,7 +106,7 @@ class ContrastiveStepLoss(ModelStepLoss):
         if compares_all:
             StepLoss.__init__(self, microbatches, mesh)
             self.reason, self.reads_floats, self.counts_without_rows = reason, has_floats(batch), True
-            self.rows, replicas = [1], mesh.size("dp")
+            self.rows, replicas, self.is_divided = [1], mesh.size("dp"), False
             self.global_rows = torch.full((), float(replicas), dtype=torch.float64, device=mesh.device)
         else:
             super().__init__(microbatches, mesh, batch, reason, main_input)

@@ -124,7 +124,7 @@ def test_parameters_in_no_optimizer_are_named_once() -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append
-    logger = logging.getLogger("plugins.hybrid_parallel.zero.grouping")
+    logger = logging.getLogger("plugins.hybrid_parallel.setup.input_checks")
     logger.addHandler(handler)
     try:
         _boost_head(freezes=True)
