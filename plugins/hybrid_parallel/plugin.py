@@ -20,7 +20,8 @@ from booster import failure
 from booster.errors import ConfigurationError, checks_arguments
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.config.options import HybridParallelConfig, is_planned, options_at
-from plugins.hybrid_parallel.data.checks import Loading, check_batch_size
+from plugins.hybrid_parallel.data.checks import check_batch_size
+from plugins.hybrid_parallel.data.loading import Loading
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh, in_blocks, ranks_of

@@ -1,4 +1,4 @@
-"""Data loading of a plugin, and checks of data across ranks: of loaders, and of batches and losses in the first steps.
+"""Checks of data across ranks: loaders before they are shared out, batches and losses in the first steps.
 
 The ranks of a replica must get the same batch and compute the same loss; different replicas must get different batches.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +22,11 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.data.media import is_media
 from plugins.hybrid_parallel.data.microbatch import inner_values
-from plugins.hybrid_parallel.data.random_stream import LoadingStream, OrderStream, generators_of
+from plugins.hybrid_parallel.data.random_stream import LoadingStream, generators_of
 from plugins.hybrid_parallel.distributed.agreement import checksum, checksum_of
-from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
-from shardformer.distributed.process_groups import all_gather_json, broadcast_json, world_group
+from plugins.hybrid_parallel.distributed.mesh import HybridMesh
+from shardformer.distributed.process_groups import all_gather_json, world_group
 from shardformer.layers.embedding import OutOfVocabularyError
-from shardformer.utils.typed_json import from_json, to_json
-
-if TYPE_CHECKING:
-    from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
-
 
 _log = get_logger(__name__)
 
@@ -371,46 +365,3 @@ def check_batch_size(dataloader: DataLoader, least: int) -> None:
             f"batch_size={dataloader.batch_size} has fewer samples than num_microbatches={least}; "
             f"use batch_size={least} or more, or num_microbatches={dataloader.batch_size}"
         )
-
-
-class Loading:
-    """Data loading of a plugin.
-
-    Args:
-        seed: seed of the sample order; None to use rank 0's default random states when it boosts a loader, which a
-            plain loader would also draw from.
-    """
-
-    def __init__(self, mesh: HybridMesh, seed: int | None) -> None:
-        self.mesh, self.seed = mesh, seed
-        self.first_batches = ReplicaCheck(mesh)
-
-    @cached_property
-    def order(self) -> OrderStream:
-        """Random stream of the sample order for loaders without a generator of the user, the same on all ranks."""
-        return OrderStream() if self.seed is None else OrderStream.seeded(self.seed)
-
-    def _follow_default(self) -> None:
-        """Let the order continue from rank 0's default random states if the script has drawn from them."""
-        if self.seed is None:
-            state = None if self.order.is_current else LoadingStream().state_dict()
-            state = broadcast_json(state and to_json(state, "the random state"), control_group())
-            if state is not None:
-                self.order.load_state_dict(from_json(state))
-
-    def shard(self, dataloader: DataLoader) -> ShardedDataLoader:
-        """Return a loader of this rank's share; all ranks call it; refuses one that cannot be sharded or differs."""
-        # Imported here to defer the import of accelerate.
-        from plugins.hybrid_parallel.data.dataloader import shard_dataloader_on_all_ranks
-
-        self._follow_default()
-        if not isinstance(dataloader.dataset, IterableDataset) and not len(dataloader):
-            _log.warning(
-                "the DataLoader has no batches: %d samples, batch_size=%s, drop_last=%s",
-                len(dataloader.dataset),
-                dataloader.batch_size,
-                dataloader.drop_last,
-            )
-        sharded = shard_dataloader_on_all_ranks(dataloader, self.mesh, self.order)
-        sharded.on_iteration = self.first_batches.count_iteration
-        return sharded
