@@ -49,6 +49,9 @@ _INSTEAD = {
     ),
     "accumulate": "with booster.no_sync(model, optimizer): around all passes of a step but the last",
     "autocast": "precision='bf16' of the plugin",
+    **dict.fromkeys(
+        ("train", "eval", "evaluate", "generate"), "the model's, as model.train(), model.eval(), model.generate(…)"
+    ),
     "log": "booster.meter(model)",
     "set_seed": "booster.launch_from_torch(seed=42)",
     "device": "next(model.parameters()).device",

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Integral
 from pathlib import Path
 
 import numpy
@@ -381,6 +382,8 @@ def _choose_gpu(local_rank: int) -> None:
 def _seed_all(seed: int | None) -> None:
     if seed is None:
         return
+    if not isinstance(seed, Integral):
+        raise ConfigurationError(f"seed={seed!r} is not an integer; use seed=42")
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -68,7 +68,8 @@ def check_lr_scheduler(given: Any) -> None:
     if isinstance(given, torch.optim.Optimizer) or not callable(getattr(given, "step", None)):
         raise ConfigurationError(
             f"a {type(given).__name__} stands where the learning-rate scheduler belongs; write "
-            "booster.save_lr_scheduler(lr_scheduler, path), or booster.save_optimizer(optimizer, directory)"
+            "booster.save_lr_scheduler(lr_scheduler, path) and booster.load_lr_scheduler(lr_scheduler, path), or "
+            "booster.save_optimizer(optimizer, directory)"
         )
 
 

@@ -98,6 +98,11 @@ class ForwardOptions:
         """Bind positional arguments to the forward's names, if any; TypeError if they do not fit."""
         if not args:
             return args, dict(kwargs)
+        if isinstance(args[0], Mapping | str) and main_input_of(self.inside) is not None:
+            raise ConfigurationError(
+                f"the model got a {type(args[0]).__name__} as {main_input_of(self.inside)}; write model(**batch), with "
+                "tensors by the names of its arguments"
+            )
         signature = self.signature
         if signature is None:
             return args, dict(kwargs)

@@ -408,6 +408,10 @@ def loss_and_count(loss: Any) -> tuple[Tensor, Any]:
             f"booster.backward got a {type(loss).__name__} for the loss, as a model returns without labels in the "
             "batch; give it labels, or compute a mean or (sum, count) from its outputs"
         )
+    if not rest and value.numel() != 1:
+        raise ConfigurationError(
+            f"booster.backward got {_described(value)} for the loss; give one number, as loss.mean() or (sum, count)"
+        )
     if not value.requires_grad:
         raise ConfigurationError(
             "booster.backward got a loss without a graph, as execute_pipeline returns it after the backward pass, and "
