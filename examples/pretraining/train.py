@@ -1,7 +1,7 @@
 """Pretrain a causal language model on text files, whose documents are packed into rows without padding.
 
     booster run --nproc-per-node 4 train.py --tp 2 --pp 2 --files corpus/*.txt
-    booster run --nproc-per-node 2 train.py --tp 2 --tiny --steps 20          # without a download, in seconds
+    booster run --nproc-per-node 2 train.py --tp 2 --tiny          # without a download, in seconds
 
 A blank line ends a document. The result is a Hugging Face directory in `--output`.
 """
@@ -95,13 +95,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on GPUs, fp32 on CPUs")
     add("--batch-size", type=int, default=8, help="rows a step of one data-parallel replica")
     add("--lr", type=float, default=6e-4, help="peak learning rate")
-    add("--steps", type=int, default=1000)
+    add("--steps", type=int, default=None, help="default: 1000; 20 with --tiny")
     add("--save-every", type=int, default=200, metavar="STEPS")
     add("--seed", type=int, default=42)
     add("--output", type=Path, default=Path("runs/pretraining"))
     add("--resume", action="store_true", help="go on from the newest checkpoint in --output, if there is one")
     options = parser.parse_args()
     options.length = options.length or (128 if options.tiny else 2048)
+    options.steps = options.steps or (20 if options.tiny else 1000)
     return options
 
 
