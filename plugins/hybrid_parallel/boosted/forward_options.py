@@ -322,7 +322,7 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def with_positions(batch: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
-    """Return a batch whose documents are told by `position_ids` alone, [rows, seq], restarting with `first`."""
+    """Return a batch whose documents are told by `position_ids` alone, [rows, seq], with `first` instead of 0."""
     named = [name for name in NAMES if batch.get(name) is not None]
     rest = {name: value for name, value in batch.items() if name not in NAMES}
     tokens = tokens_of(batch)
@@ -348,7 +348,9 @@ def with_positions(batch: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
         positions = _positions(starts, rows, length).to(tokens.device)
     else:
         _check_positions(positions, starts, rows, length)
-    return {**rest, "position_ids": positions - positions.amin(dim=-1, keepdim=True) + first}
+    if first:  # a collator knows no family, and begins at 0; positions that begin elsewhere are meant so
+        positions = positions + first * (positions.amin(dim=-1, keepdim=True) == 0)
+    return {**rest, "position_ids": positions}
 
 
 def _starts(batch: Mapping[str, Any], rows: int, length: int) -> list[int] | None:

@@ -147,6 +147,15 @@ def test_models_that_do_not(name: str) -> None:
     assert reason_not_kept_apart(_base(name))
 
 
+def test_positions_that_begin_elsewhere_stay_as_they_are() -> None:
+    batch = {"input_ids": torch.ones(1, 5), "cu_seq_lens_q": torch.tensor([0, 3, 5]), "max_length_q": 3}
+    for given, expected in (([5, 6, 7, 5, 6], [5, 6, 7, 5, 6]), ([0, 1, 2, 0, 1], [2, 3, 4, 2, 3])):
+        found = with_positions({**batch, "position_ids": torch.tensor([given])}, first=2)
+        assert found["position_ids"].tolist() == [expected]
+    offset = torch.tensor([[5, 6, 7, 5, 6]])
+    assert with_positions({**batch, "position_ids": offset})["position_ids"].equal(offset)
+
+
 def test_masks_that_read_a_fourth_row_of_positions() -> None:
     """Texts have two-dimensional positions, of which Qwen2.5-VL makes three rows, and Qwen3-VL four."""
     calls = {name: mask_calls(getattr(transformers, f"{name}TextModel")) for name in ("Qwen2_5_VL", "Qwen3VL")}
