@@ -151,8 +151,8 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "documents of RoBERTa begin at the position of padding": Edit(
         "plugins.hybrid_parallel.boosted.forward_options",
-        "positions.amin(dim=-1, keepdim=True) + first}",
-        "positions.amin(dim=-1, keepdim=True)}",
+        "positions + first * (positions.amin(dim=-1, keepdim=True) == 0)",
+        "positions",
         (f"{_KEPT_APART}::test_an_encoder_keeps_documents_apart[Roberta]",),
     ),
     "masks of three rows of positions read the texts' own": Edit(
