@@ -27,6 +27,14 @@ def test_every_change_of_a_line_finds_its_line() -> None:
 
 
 @pytest.mark.slow
+def test_the_tests_of_every_mutant_exist() -> None:
+    tests = sorted({test for mutant in MUTANTS.values() for test in mutant.tests})
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--campaigns", "--collect-only", *tests]
+    found = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert "ERROR" not in found.stdout + found.stderr, found.stdout[-2000:] + found.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [_SAMPLE, pytest.param(tuple(MUTANTS), marks=pytest.mark.campaign)], ids=len)
 def test_mutants_are_noticed(names: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "zoo_tests.campaigns.mutations", *names]
