@@ -384,6 +384,11 @@ class Booster:
         if unknown:
             raise ConfigurationError(f"{call}() got the keyword '{unknown[0]}'; use {', '.join(_KEYWORDS)}")
         given = (*objects, *named.values())
+        if not given:
+            before = "" if call == "boost" else "plugin, "
+            raise ConfigurationError(
+                f"{call}() got no objects; write model, optimizer = booster.{call}({before}model, optimizer)"
+            )
         kinds = ["_" if value is None else _kind(value, call) for value in given]
         _check_targets(call, kinds)
         of_kind = {kind: [value for value, its in zip(given, kinds, strict=True) if its == kind] for kind in _KEYWORDS}

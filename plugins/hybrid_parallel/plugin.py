@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -190,6 +190,10 @@ class HybridParallelPlugin(Plugin):
     def precision(self) -> str:
         """Dtype of parameters and activations, as the option says: "fp32", "bf16", "fp16" or "fp8"."""
         return self.config.mixed_precision.precision
+
+    def __getattr__(self, name: str) -> NoReturn:
+        has = "plugin.mesh.get_group('tp') is a process group, plugin.tp_rank a place in it, plugin.tp_size its size"
+        raise AttributeError(f"HybridParallelPlugin has no {name}; {has}", name=name, obj=self)
 
     # ----- the interface of Plugin -----
 
