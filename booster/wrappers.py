@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-# What DeepSpeed calls on a model or an optimizer -> what to write.
+# What DeepSpeed or ColossalAI calls on a model or an optimizer -> what to write.
 _INSTEAD = {
+    **dict.fromkeys(("clip_grad_norm", "clip_grad_by_norm"), "model.clip_grad_norm_(1.0), or max_norm=1.0 of a plugin"),
     "backward": "booster.backward(loss, optimizer)",
     "step": "optimizer.step()",
     "save_checkpoint": "booster.save_checkpoint(directory, model=model, optimizer=optimizer)",

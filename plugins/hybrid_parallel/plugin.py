@@ -308,10 +308,25 @@ class HybridParallelPlugin(Plugin):
         return peak_flops(self.config.mixed_precision.precision)
 
     def prepare_dataloader(
-        self, dataset: Dataset, batch_size: int, shuffle: bool = False, drop_last: bool = False, **kwargs: Any
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        seed: int | None = None,
+        **kwargs: Any,
     ) -> DataLoader:
-        """Create a loader over this rank's shard of `dataset`; `batch_size` is per data-parallel replica."""
-        loader = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, **kwargs)
+        """Create a loader over this rank's shard of `dataset`; `batch_size` is per data-parallel replica.
+
+        `seed` is that of the shuffled order, which is else a plain loader's; further arguments are DataLoader's.
+        """
+        if seed is not None:
+            kwargs["generator"] = torch.Generator().manual_seed(seed)
+        try:
+            loader = DataLoader(dataset, batch_size, shuffle, drop_last=drop_last, **kwargs)
+        except (TypeError, ValueError) as error:
+            example = "plugin.prepare_dataloader(dataset, batch_size=8, shuffle=True)"
+            raise ConfigurationError(f"DataLoader refuses its arguments ({error}); write {example}") from None
         check_batch_size(loader, self.config.pipeline.least_batch_size)
         return self._loading.shard(loader)
 

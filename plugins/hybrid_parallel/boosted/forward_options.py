@@ -209,8 +209,9 @@ class ForwardOptions:
 
     def _fills_cache(self, given: Mapping[str, Any]) -> bool:
         """Return whether the plain model fills a cache in this call, which gradient checkpointing prevents."""
-        recomputes = self.inside.training and getattr(self.inside, "is_gradient_checkpointing", False)
-        return self.would_cache(given) and not recomputes
+        if not self.would_cache(given) or not self.inside.training:
+            return self.would_cache(given)
+        return not any(getattr(each, "gradient_checkpointing", False) for each in self.inside.modules())
 
     def _of_documents(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that keep documents which are packed into a row apart; empty if there are none."""

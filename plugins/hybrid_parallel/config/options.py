@@ -463,10 +463,11 @@ def options_at(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     if is_planned(config):
         raise ConfigurationError(f"the layout {config} is the planner's choice for a model, which is not known yet")
     if not isinstance(config, dict):
-        path = Path(config)
-        if isinstance(config, str) and "=" in config and not path.is_file():
+        path = Path(config) if isinstance(config, str | Path) else None
+        is_file = path is not None and path.is_file()
+        if isinstance(config, str) and "=" in config and not is_file:
             return options_of_text(config)
-        if not path.is_file():
+        if not is_file:
             raise ConfigurationError(
                 f"{str(config)!r} is no file; give one of HybridParallelPlugin options, or text such as tp=2,pp=2"
             )

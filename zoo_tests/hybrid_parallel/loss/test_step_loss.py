@@ -156,6 +156,9 @@ def test_batch_sizes_that_never_fill_the_micro_batches() -> None:
         booster.boost(loader)
     with pytest.raises(ConfigurationError, match="batch_size=3 has fewer samples"):
         booster.plugin.prepare_dataloader(loader.dataset, 3)
+    orders = [booster.plugin.prepare_dataloader(range(8), 4, shuffle=True, seed=seed) for seed in (3, 3, 4)]
+    first, again, other = ([batch.tolist() for batch in each] for each in orders)
+    assert first == again != other
     model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigurationError, match="the batch has 3 samples, fewer than num_microbatches=4; use batches"):
         booster.execute_pipeline(iter([global_batch(0, 3)]), model, mean_square, optimizer)
