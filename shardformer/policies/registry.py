@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 
 from torch import nn
 
@@ -23,8 +24,6 @@ from shardformer.policies.plans.plan import (
     completion_of,
     declared_head_losses_of,
     declared_plan_of,
-    family_files,
-    module_of,
     proposed_plan_of,
 )
 from shardformer.policies.plans.policy import PlanPolicy
@@ -39,9 +38,22 @@ _FOLDER = re.compile(r"(?:transformers|shardformer)\.models\.(\w+)")
 
 
 @cache
+def _texts() -> dict[str, str]:
+    files = sorted((Path(__file__).parent / "families").glob("[a-z]*.py"))
+    return {path.stem: path.read_text(encoding="utf-8") for path in files}
+
+
+@cache
+def family_files(pattern: str = ".+") -> tuple[str, ...]:
+    """Return the files in `families` with a quoted name that matches: others need not be imported."""
+    return tuple(file for file, text in _texts().items() if re.search(rf'"({pattern})"', text))
+
+
+@cache
 def _policies_in(file: str) -> dict[str, type[Policy]]:
     """Return the policies of a file in `families`, by family: its classes that set `family`."""
-    classes = [each for each in vars(module_of(file)).values() if isinstance(each, type) and issubclass(each, Policy)]
+    module = importlib.import_module(f"shardformer.policies.families.{file}")
+    classes = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, Policy)]
     return {cls.family: cls for cls in classes if cls.__dict__.get("family") is not None}
 
 

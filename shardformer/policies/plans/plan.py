@@ -3,7 +3,9 @@
 Completion adds styles for modules that a plan leaves replicated. They are derived from tiny models, and applied only
 where the real model has the same classes.
 
-A family has one row in one file of `families`: that file alone is imported, and one line of a JSON file is read.
+The JSON files of `families` have a row for each family, whose keys are the fields of `Plan`: `declared.json` by hand,
+`proposed.json` and `completed.json` derived from tiny models. A row extends those that it is `like`, and names the
+functions, placeholders and losses of `families/functions.py`, `stages/stage.py` and `shardformer/loss`.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
 from shardformer.layers.linear import out_features
-from shardformer.loss.heads import USUAL_HEAD_LOSSES, HeadLosses, head_loss_of_kind
+from shardformer.loss import heads, text
+from shardformer.loss.heads import LOSSES, USUAL_HEAD_LOSSES, HeadLosses, head_loss_of_kind
 from shardformer.matmul.native import is_linear
 from shardformer.policies.base import Origin
 from shardformer.policies.feature_counts import HEAD_NORM
@@ -36,6 +38,7 @@ from shardformer.policies.plans.stages import (
     tower_layout,
 )
 from shardformer.policies.plans.styles import fused_parts
+from shardformer.stages import stage
 from shardformer.stages.placeholders import States
 from shardformer.stages.stage import StageLayout, StagePlaceholder, UnreachablePlaceholder
 from shardformer.utils.module_paths import divisors_phrase, join, starred
@@ -105,6 +108,13 @@ class Plan:
     splits_sequence: bool = False
     head_losses: HeadLosses = field(default_factory=dict)
     origin: Origin = field(default=Origin.USER, compare=False)
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any], **changes: Any) -> Self:
+        """Return the plan of a row in JSON: `stages` is its `execution`, and `losses` its `head_losses`."""
+        renamed = {"stages": "execution", "losses": "head_losses"}
+        fields = {renamed.get(name, name): _value(name, value) for name, value in row.items()}
+        return cls(**fields | changes)
 
     def styles_of(self, model: nn.Module) -> dict[str, str]:
         """Return the style of each path of the model that has one, with `*` for numbers."""
@@ -255,54 +265,62 @@ def lookup(path: str, table: Mapping[str, Value]) -> Value | None:
 
 
 @cache
-def _texts() -> dict[str, str]:
-    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(_FAMILIES.glob("[a-z]*.py"))}
+def _table(file: str) -> dict[str, Any]:
+    return json.loads((_FAMILIES / file).read_text(encoding="utf-8"))
 
 
-@cache
-def family_files(pattern: str = ".+") -> tuple[str, ...]:
-    """Return the files in `families` with a quoted name that matches: others need not be imported."""
-    return tuple(file for file, text in _texts().items() if re.search(rf'"({pattern})"', text))
+def families_in(file: str) -> list[str]:
+    """Return the families of a JSON file of `families`; rows that others are like begin with an underscore."""
+    return [name for name in _table(file) if not name.startswith("_")]
 
 
-def module_of(file: str) -> ModuleType:
-    """Import a file in `families`."""
-    return importlib.import_module(f"shardformer.policies.families.{file}")
+def row_of(file: str, family: str | None) -> dict[str, Any]:
+    """Return a family's row in a JSON file of `families`, with those of the rows that it is `like`; {} without one."""
+    own, found = _table(file).get(family, {}), {}
+    for row in (*(row_of(file, name) for name in own.get("like", ())), own):
+        for name, value in row.items():
+            is_more = isinstance(value, dict) and isinstance(found.get(name), dict)
+            found[name] = found[name] | value if is_more else value
+    return {name: value for name, value in found.items() if name not in ("like", "why")}
 
 
-def entry_of(name: str, family: str | None) -> Any:
-    """Return the entry of a family in the tables called `name`, importing only files that have it; None without one."""
-    tables = (getattr(module_of(file), name, {}) for file in (family_files(family) if family else ()))
-    return next((table[family] for table in tables if family in table), None)
+def _value(name: str, value: Any) -> Any:
+    """Return the value that a field of a row stands for: tuples for lists, and what names stand for."""
+    if name == "stages":
+        return {each: ExecutionOrder.from_dict(order) for each, order in value.items()}
+    if name == "losses":
+        return {each: head_loss_of_kind(each, kind) if kind in LOSSES else _named(kind) for each, kind in value.items()}
+    if name == "first":
+        return {path: _named(placeholder) for path, placeholder in value.items()}
+    if isinstance(value, str) and name not in ("layers", "optional_layers"):
+        return _named(value)
+    if isinstance(value, dict):
+        return {path: tuple(each) if isinstance(each, list) else each for path, each in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _named(name: str) -> Any:
+    places = (importlib.import_module("shardformer.policies.families.functions"), stage, text, heads)
+    return next(getattr(place, name) for place in places if hasattr(place, name))
+
+
+_BESIDES = ("completed", "usual_losses")  # fields of a row in `declared.json` that no plan has
 
 
 @cache
 def declared_plan(family: str | None) -> Plan | None:
-    """Return the plan of a transformers family that is written in this package: of the tables `PLANS`."""
-    found = entry_of("PLANS", family)
-    if found is None:
+    """Return the plan of a transformers family that is written in this package; None if it has none."""
+    row = row_of("declared.json", family)
+    if "styles" not in row:
         return None
-    return replace(found, origin=Origin.TRANSFORMERS if found.styles is None else Origin.DECLARED)
+    origin = Origin.TRANSFORMERS if row["styles"] is None else Origin.DECLARED
+    return Plan.of_row({name: value for name, value in row.items() if name not in _BESIDES}, origin=origin)
 
 
 def declared_plans() -> dict[str, Plan]:
-    """Return all plans that are written in this package, by family; it imports all of their files."""
-    return {family: plan for file in family_files() for family, plan in getattr(module_of(file), "PLANS", {}).items()}
-
-
-@cache
-def derived_line(file: str, family: str | None) -> dict[str, Any] | None:
-    """Return the row of a family in a JSON file of `families`, which has one line for each."""
-    start = f'"{family}": '
-    with (_FAMILIES / file).open(encoding="utf-8") as lines:
-        found = next((line for line in lines if line.startswith(start)), None)
-    return None if found is None else json.loads(found[len(start) :].rstrip().removesuffix(","))
-
-
-@cache
-def families_in(file: str) -> tuple[str, ...]:
-    """Return the families of a JSON file of `families`."""
-    return tuple(json.loads((_FAMILIES / file).read_text(encoding="utf-8")))
+    """Return all plans that are written in this package, by family."""
+    found = {family: declared_plan(family) for family in families_in("declared.json")}
+    return {family: plan for family, plan in found.items() if plan is not None}
 
 
 @cache
@@ -313,19 +331,8 @@ def proposed_plan(family: str | None) -> Plan | None:
     every rank computes all of it. A class without `stages` cannot be split, or not exactly. The forward of a class in
     `losses` computes a loss itself: the usual one of its kind, a mean over its labels, or a sum.
     """
-    found = derived_line("proposed.json", family)
-    if found is None:
-        return None
-    return Plan(
-        found["styles"],
-        {path: tuple(names) for path, names in found["local"].items()},
-        cut_vocabulary=found["cut_vocabulary"],
-        whole_logits=found["whole_logits"],
-        execution={name: ExecutionOrder.from_dict(order) for name, order in found.get("stages", {}).items()},
-        pipelined=False,
-        head_losses={name: head_loss_of_kind(name, kind) for name, kind in found.get("losses", {}).items()},
-        origin=Origin.DERIVED,
-    )
+    row = row_of("proposed.json", family)
+    return Plan.of_row(row, pipelined=False, origin=Origin.DERIVED) if row else None
 
 
 def proposed_plans() -> dict[str, Plan]:
@@ -343,13 +350,6 @@ def proposed_plan_of(cls: type) -> Plan | None:
     return proposed_plan(family_of(cls))
 
 
-@cache
-def _seen_to_divide() -> dict[str, frozenset[str]]:
-    """Way -> families, and classes of others as family/Class."""
-    table = json.loads((_FAMILIES / "divided_sequences.json").read_text(encoding="utf-8"))
-    return {way: frozenset(names) for way, names in table.items()}
-
-
 def divides_sequences(cls: type, way: str) -> bool:
     """Return whether the class, or its family, was seen to train right where ranks have parts of sequences.
 
@@ -360,7 +360,7 @@ def divides_sequences(cls: type, way: str) -> bool:
             and `cp_all_to_all`, parts of sequences inside of its lists of layers that are exchanged for heads.
     """
     family = family_of(cls)
-    return not {family, f"{family}/{cls.__name__}"}.isdisjoint(_seen_to_divide()[way])
+    return not {family, f"{family}/{cls.__name__}"}.isdisjoint(_table("divided_sequences.json")[way])
 
 
 def declared_head_losses_of(cls: type) -> HeadLosses:
@@ -369,9 +369,9 @@ def declared_head_losses_of(cls: type) -> HeadLosses:
     The heads of a family with a plan in this package compute the usual losses, unless its plan declares others.
     """
     family = family_of(cls)
-    plan, derived = declared_plan(family), proposed_plan(family)
-    own = entry_of("HEAD_LOSSES", family) if plan is None else {**USUAL_HEAD_LOSSES, **plan.head_losses}
-    return {**(derived.head_losses if derived is not None else {}), **(own or {})}
+    row, derived = row_of("declared.json", family), proposed_plan(family)
+    usual = USUAL_HEAD_LOSSES if "styles" in row or "usual_losses" in row else {}
+    return {**({} if derived is None else derived.head_losses), **usual, **_value("losses", row.get("losses", {}))}
 
 
 def family_of(cls: type) -> str | None:
@@ -381,20 +381,6 @@ def family_of(cls: type) -> str | None:
 
 
 COLUMNS, ROWS = {"colwise", "fused_colwise", "packed_colwise"}, {"rowwise", "packed_rowwise"}
-# Tables of tokens that are not the vocabulary of the head, and experts in front of a norm.
-_PER_LAYER = {"embed_tokens_per_layer": "embedding_rowwise"}
-_DECLARED = {
-    "blt": {"encoder_hash_tok_embedding": "embedding_rowwise"},
-    "csm": {"embed_text_tokens": "embedding_rowwise"},
-    "diffusion_gemma": _PER_LAYER,
-    "gemma3n": _PER_LAYER,
-    "gemma4": _PER_LAYER,
-    "muse_spark": {
-        "mlp.experts.gate_up_proj": "packed_colwise",
-        "mlp.experts.down_proj": "rowwise",
-        "mlp.experts": "moe_tp_normed_experts",
-    },
-}
 _COPIED = ("k_proj", "v_proj")  # whose heads may be fewer than ranks
 
 
@@ -447,17 +433,17 @@ class Completion:
 @cache
 def completion(family: str | None) -> Completion | None:
     """Return what the family's plan leaves whole, or None; `campaigns.proposed_plans` derives it."""
-    declared, found = _DECLARED.get(family, {}), derived_line("completed.json", family)
-    if not declared and found is None:
+    declared, row = row_of("declared.json", family).get("completed", {}), dict(row_of("completed.json", family))
+    if not declared and not row:
         return None
-    found = found or {"styles": {}, "local": {}, "classes": {}}
-    local = {path: tuple(names) for path, names in found["local"].items()}
-    return Completion(declared, Plan(found["styles"], local), found["classes"])
+    classes = row.pop("classes", {})
+    return Completion(declared, Plan.of_row({"styles": {}} | row), classes)
 
 
 def completions() -> dict[str, Completion]:
     """Return all completions, by family."""
-    return {family: completion(family) for family in sorted({*families_in("completed.json"), *_DECLARED})}
+    families = sorted({*families_in("completed.json"), *families_in("declared.json")})
+    return {family: found for family in families if (found := completion(family)) is not None}
 
 
 def completion_of(cls: type) -> Completion | None:

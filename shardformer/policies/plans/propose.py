@@ -15,7 +15,6 @@ from shardformer.distributed.random import random_numbers_apart
 from shardformer.policies.plans.plan import Plan
 from shardformer.policies.plans.policy import PlanPolicy, asked
 from shardformer.policies.plans.regions import Recording, find_regions, local_choices, record, with_own_masks
-from shardformer.policies.plans.stages import ExecutionOrder
 from shardformer.policies.plans.styles import STYLES
 from shardformer.utils.derived_modules import stored_weight
 from shardformer.utils.module_paths import starred
@@ -102,10 +101,7 @@ class ProposedPlan(Plan):
             problems.append('"stages" does not map classes to the order of their modules')
         if problems:
             raise ValueError("; ".join(sorted(problems)))
-        orders = {name: ExecutionOrder.from_dict(order) for name, order in stages.items()}
-        flags = {name: found[name] for name in _FLAGS if name in found}
-        names = {path: tuple(names) for path, names in local.items()}
-        return ProposedPlan(dict(found["styles"]), names, **flags, execution=orders)
+        return ProposedPlan.of_row(found)
 
 
 def _is_names(value: Any) -> bool:

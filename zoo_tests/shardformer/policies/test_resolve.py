@@ -23,10 +23,9 @@ from shardformer import Argument, Col_Layer, SlotPolicy, TPInfo
 from shardformer.policies import families
 from shardformer.policies.base import Origin, Policy
 from shardformer.policies.mixers import MIXER
-from shardformer.policies.plans import plan as plans
-from shardformer.policies.plans.plan import Plan
+from shardformer.policies.plans.plan import Plan, families_in, row_of
 from shardformer.policies.plans.policy import PlanPolicy
-from shardformer.policies.registry import family_policies
+from shardformer.policies.registry import family_files, family_policies
 from shardformer.policies.resolve import resolve
 from shardformer.policies.user_policy import SlotPolicyAdapter, TPInfoPolicy
 from shardformer.shard_config import ShardConfig
@@ -107,15 +106,22 @@ def test_a_family_imports_no_other_kind_of_architecture() -> None:
 
 
 def test_every_family_is_found_by_its_name() -> None:
-    for file in plans.family_files():
-        module = plans.module_of(file)
-        found = {family for name in ("PLANS", "HEAD_LOSSES") for family in getattr(module, name, {})}
-        found |= {family for family, policy in family_policies().items() if policy.__module__ == module.__name__}
-        assert found and all(file in plans.family_files(family) for family in found)
+    for family, policy in family_policies().items():
+        assert policy.__module__.rpartition(".")[2] in family_files(family)
 
 
-@pytest.mark.parametrize("file", ["completed.json", "proposed.json"])
-def test_every_family_of_a_table_has_one_line(file: str) -> None:
-    whole = json.loads((Path(families.__path__[0]) / file).read_text(encoding="utf-8"))
-    assert {family: plans.derived_line(file, family) for family in whole} == whole
-    assert plans.derived_line(file, "no_family") is None
+@pytest.mark.parametrize("file", ["completed.json", "declared.json", "proposed.json"])
+def test_every_row_says_something_of_a_family_or_is_what_others_are_like(file: str) -> None:
+    table = json.loads((Path(families.__path__[0]) / file).read_text(encoding="utf-8"))
+    shared = {name for row in table.values() for name in row.get("like", ())}
+    assert shared == {name for name in table if name.startswith("_")}
+    known = {*Plan.__dataclass_fields__, "stages", "losses", "classes", "completed", "usual_losses"}
+    for family in families_in(file):
+        row = row_of(file, family)
+        assert row and row.keys() <= known, family
+    assert row_of(file, "no_family") == row_of(file, None) == {}
+
+
+def test_a_row_extends_those_that_it_is_like() -> None:
+    styles = row_of("declared.json", "bros")["styles"]
+    assert styles == row_of("declared.json", "_bert")["styles"] | {"bbox_projection": "replicated_with_grad_allreduce"}
