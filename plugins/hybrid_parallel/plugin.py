@@ -35,7 +35,7 @@ from shardformer.utils.freed_memory import return_freed_memory
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-    from plugins.hybrid_parallel.step.backward import LossBackward
+    from plugins.hybrid_parallel.step.user_loop import LossBackward
     from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 
 
@@ -240,7 +240,7 @@ class HybridParallelPlugin(Plugin):
         return_outputs: bool = False,
     ) -> PipelineResult:
         """Run one batch through the pipeline."""
-        from plugins.hybrid_parallel.step.execute_pipeline import run_batch
+        from plugins.hybrid_parallel.step.passes import run_batch
 
         check_boosted({"model": model, "optimizer": optimizer})
         if optimizer is not None:
@@ -372,7 +372,7 @@ class HybridParallelPlugin(Plugin):
 
     @cached_property
     def _backward(self) -> LossBackward:
-        from plugins.hybrid_parallel.step.backward import LossBackward
+        from plugins.hybrid_parallel.step.user_loop import LossBackward
 
         return LossBackward(self.grid, self.config, self._loading.first_batches)
 

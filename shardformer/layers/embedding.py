@@ -17,8 +17,7 @@ from shardformer.cross_entropy.fused_linear import LMHeadCall, defer_logits
 from shardformer.distributed.blocks import blocks_of, num_parts, split_parameter
 from shardformer.distributed.collectives import reduce_from_region
 from shardformer.layers.linear import ColumnParallelLinear, column_layer
-from shardformer.layers.parallel_module import ParallelModule
-from shardformer.layers.replicated_linear import Linear
+from shardformer.layers.parallel_module import Linear, ParallelModule
 from shardformer.matmul.kernel import embedding
 from shardformer.matmul.native import Native
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple, shard_parameter

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm
 from shardformer.layers.fused_ops import bias_activation, bias_dropout_add, dropout_add, gated
-from shardformer.layers.parallel_module import ParallelModule
-from shardformer.layers.replicated_linear import replicated_linear
+from shardformer.layers.parallel_module import ParallelModule, replicated_linear
 from shardformer.stages.stage import StagePlaceholder
 from shardformer.utils.derived_modules import carry_over, change_module, derive, hook_on, stored_weight, user_code
 from shardformer.utils.module_paths import replace_module

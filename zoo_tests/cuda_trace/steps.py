@@ -26,7 +26,7 @@ from plugins.hybrid_parallel.setup.model import shard_model, wrap_model
 from plugins.hybrid_parallel.setup.optimizer import build_optimizer
 from plugins.hybrid_parallel.shard_report import fake_rank
 from plugins.hybrid_parallel.step import passes as step_batch
-from plugins.hybrid_parallel.step.execute_pipeline import run_batch
+from plugins.hybrid_parallel.step.passes import run_batch
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from shardformer.utils.module_paths import names_of_parameters

@@ -42,7 +42,7 @@ from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
 from plugins.hybrid_parallel.step.outputs import with_whole_logits, with_whole_sequences
 from plugins.hybrid_parallel.step.passes import AroundPass, Batch, Pass, PassKind, in_pass
 from plugins.hybrid_parallel.step.user_loop import UserLoop, run_one_stage
-from plugins.hybrid_parallel.zero.grouping import TiedParameter
+from plugins.hybrid_parallel.zero.bucket_layout import TiedParameter
 from plugins.hybrid_parallel.zero.optimizer import clip_grad_norm_
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers

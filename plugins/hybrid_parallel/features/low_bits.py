@@ -16,7 +16,7 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers.embedding import VocabParallelLMHead
-from shardformer.layers.replicated_linear import replicated_linear
+from shardformer.layers.parallel_module import replicated_linear
 from shardformer.matmul.float8 import FP8_RECIPES, Float8
 from shardformer.matmul.native import Native
 from shardformer.matmul.quantised import is_quantised, keep_format, kind_of_layer, quantised_layers, quantised_name

@@ -19,7 +19,7 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, Specs, TensorSpec, connect, specs_of
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
 from plugins.hybrid_parallel.pipeline.timeline import Turn, order_messages, split_at_backward
-from shardformer.layers.replicated_linear import defer_weight_grads
+from shardformer.layers.parallel_module import defer_weight_grads
 from shardformer.matmul.kernel import DeferredWeightGrads, WeightGradStore, autocast_dtype, run_deferred
 from shardformer.peft import virtual_tokens
 from shardformer.stages.placeholders import StageMessage

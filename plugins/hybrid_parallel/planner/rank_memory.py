@@ -12,8 +12,8 @@ from plugins.hybrid_parallel.planner.costs import Memory, StageCost
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.profile import LocalParameter, Profile
 from plugins.hybrid_parallel.planner.stage_map import StageParts
+from plugins.hybrid_parallel.setup.optimizer import chunks_of
 from plugins.hybrid_parallel.zero.bucket_layout import places_in_bucket
-from plugins.hybrid_parallel.zero.grouping import chunks_of
 from plugins.hybrid_parallel.zero.reducer import IN_FLIGHT, KEPT_BUFFERS
 from shardformer.shard_spec import EXPERTS
 

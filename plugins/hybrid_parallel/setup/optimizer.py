@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,22 +16,30 @@ from plugins.hybrid_parallel.distributed.agreement import checked_collectives
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis, shard_groups, stage_group
 from plugins.hybrid_parallel.features.feature import Feature, Parts, features_of
 from plugins.hybrid_parallel.features.nonfinite import refuse_or_skip
-from plugins.hybrid_parallel.setup.initial_weights import shards_by_axis
 from plugins.hybrid_parallel.setup.input_checks import check_options_against_model
-from plugins.hybrid_parallel.setup.model import BuiltModel, build_model
+from plugins.hybrid_parallel.setup.model import BuiltModel, build_model, shards_by_axis
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, GradBufferPool, StateMemory
-from plugins.hybrid_parallel.zero.collectives import exchange_of
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, GradBufferPool, Source, StateMemory, TiedParameter
 from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
+from plugins.hybrid_parallel.zero.collectives.shared_memory import exchange_of
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
-from plugins.hybrid_parallel.zero.grouping import FrozenParameters, TiedParameter, build_buckets
-from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer, LocalParameters, ModelContext, StepOptions
+from plugins.hybrid_parallel.zero.optimizer import (
+    FrozenParameters,
+    HybridParallelOptimizer,
+    LocalParameters,
+    ModelContext,
+    StepOptions,
+)
 from plugins.hybrid_parallel.zero.reducer import GradientHooks, GradientReducer, take_hooks
+from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
 from plugins.hybrid_parallel.zero.state_dict import place_states, take_states
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
-from shardformer.layers.replicated_linear import replace_native_layers
-from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
+from shardformer.layers.parallel_module import replace_native_layers
+from shardformer.shard_spec import EXPERTS, TENSOR, grad_group_of, spec_of
+from shardformer.utils.freed_memory import return_freed_memory
 from shardformer.utils.module_paths import names_of_parameters
+
+Sized = TypeVar("Sized")  # a parameter, or a description of one, with `numel`
 
 
 def build_trained(
@@ -248,3 +257,67 @@ def _what_hides_gradients(config: HybridParallelConfig, mesh: HybridMesh) -> str
     if config.mixed_precision.precision == "fp16":
         reasons.append("precision='fp16'")
     return " and ".join(reasons) or None
+
+
+def build_buckets(
+    groups: Sequence[Sequence[nn.Parameter]],
+    options: Mapping[str, BucketOptions],
+    tied: Mapping[nn.Parameter, TiedParameter],
+    initial: dict[nn.Parameter, Source],
+    gathers: ParameterGathers | None = None,
+    bucket_type: type[Bucket] = Bucket,
+) -> list[Bucket]:
+    """Sort the parameters of each group into buckets, in the order in which a backward pass completes these.
+
+    Args:
+        options: axis over which parameters are sharded -> the options of their buckets.
+        initial: sources of the full-precision values of parameters that were cast to a lower precision or have no
+            values; used ones are removed.
+        gathers: takes over the parameters that ranks shard (ZeRO stage 3); None if they shard none.
+    """
+    buckets = []
+    units = {} if gathers is None else gathers.units.of_parameter
+    for group_index, params in enumerate(groups):
+        kinds: dict[tuple, list[nn.Parameter]] = {}
+        # The backward pass reaches the last parameters first: their bucket is reduced while it continues.
+        arrival = {param: place for place, param in enumerate(reversed(params))}
+        for param in arrival:
+            tie = tied.get(param)
+            order = -1 if tie is None else tie.order
+            unit = units.get(param)  # also if nothing is sharded: sums over buckets then have the same bits
+            key = (order, param.dtype, grad_group_of(param), spec_of(param).is_owner, spec_of(param).axis, unit)
+            kinds.setdefault(key, []).append(param)
+        chunks = [
+            (key, chunk) for key, members in kinds.items() for chunk in chunks_of(members, options[key[4]].bucket_bytes)
+        ]
+        # Tied buckets come last and in one order: stages wait for each other there, and never in the middle. A bucket
+        # that is complete late, such as that of small parameters of all layers, would hold up those behind it.
+        for key, chunk in sorted(chunks, key=lambda item: (item[0][0], max(arrival[param] for param in item[1]))):
+            order, _, grad_group, is_owner, axis, unit = key
+            tie = tied[chunk[0]] if order >= 0 else None
+            tied_group = tie.group if tie else None
+            copies = options[axis].copy_group
+            sum_groups = [group for group in (copies, grad_group, tied_group) if group is not None]
+            counted = is_owner and options[axis].counts and (tie is None or tie.counted)
+            is_sharded = unit is not None and options[axis].shards_parameters
+            about = (group_index, sum_groups, counted, initial, tied_group, is_sharded)
+            bucket = bucket_type(chunk, options[axis], *about)
+            buckets.append(bucket)
+            if bucket.sharded is not None:
+                gathers.own(bucket.params, bucket.sharded)
+            return_freed_memory()  # of the parameters that are now in the bucket
+    return sorted(buckets, key=lambda bucket: any(param in tied for param in bucket.params))
+
+
+def chunks_of(params: Sequence[Sized], limit: int) -> Iterator[list[Sized]]:
+    """Yield runs of neighbouring parameters with up to `limit` bytes of fp32 gradients."""
+    chunk: list[Sized] = []
+    size = 0
+    for param in params:
+        if chunk and size + param.numel() * 4 > limit:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(param)
+        size += param.numel() * 4
+    if chunk:
+        yield chunk

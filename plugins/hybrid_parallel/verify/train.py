@@ -17,7 +17,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.data.microbatch import split_batch
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, build_mesh
 from plugins.hybrid_parallel.setup.optimizer import build_trained
-from plugins.hybrid_parallel.step.execute_pipeline import run_batch
+from plugins.hybrid_parallel.step.passes import run_batch
 from plugins.hybrid_parallel.verify.module_outputs import Output, OutputLog
 from plugins.hybrid_parallel.zero.whole_parameters import assemble
 from shardformer.shard_spec import spec_of

@@ -359,3 +359,12 @@ def look_at(norm: Tensor, shards: Sequence[OptimizerShard]) -> bool:
     for (shard, _), is_same in zip(asked, unchanged, strict=True):
         shard.may_differ = not is_same or not finite  # a step that is skipped takes nothing
     return finite
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter that several pipeline stages hold."""
+
+    order: int  # position among the tied parameters, the same on all ranks
+    group: ProcessGroup  # the stages' ranks, over which its gradient is summed
+    counted: bool  # whether the global norm counts this rank's copy

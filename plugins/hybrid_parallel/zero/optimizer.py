@@ -22,7 +22,6 @@ from plugins.hybrid_parallel.loss.arithmetic import LossScale, clip_factor, grad
 from plugins.hybrid_parallel.zero.bucket import Bucket, resident
 from plugins.hybrid_parallel.zero.bucket_layout import StateMemory, look_at
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ZeroCollectives
-from plugins.hybrid_parallel.zero.grouping import FrozenParameters
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
 from plugins.hybrid_parallel.zero.state_dict import UserGroups, load_state_dict, place_states, state_dict_of_pieces
@@ -98,6 +97,36 @@ def refuse_average(name: str | None) -> None:
             f"the parameters have the values of the average {name!r} now; leave `with ema.applied():` before "
             "optimizer.step(), ema.update(), or saving or loading a checkpoint; save_model in it writes the average"
         )
+
+
+class FrozenParameters:
+    """Parameters of an optimizer that required no gradients when the model was boosted.
+
+    Args:
+        states: existing optimizer states of some of the parameters; removed from here when they are placed.
+        gathers: what has sharded the parameters (ZeRO stage 3); None if they are whole.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        build_buckets: Callable[[Sequence[Sequence[nn.Parameter]]], list[Bucket]],
+        states: dict[nn.Parameter, dict[str, Any]],
+        gathers: ParameterGathers | None = None,
+    ) -> None:
+        self.groups, self.states = [list(group) for group in groups], states
+        self._build_buckets, self._gathers = build_buckets, gathers
+
+    def unfreeze(self, also: Collection[nn.Parameter] = ()) -> list[Bucket]:
+        """Build buckets for the parameters that require gradients by now, and for those in `also`."""
+        chosen = [[param for param in group if param.requires_grad or param in also] for group in self.groups]
+        if not any(chosen):
+            return []
+        thawed = {param for group in chosen for param in group}
+        if self._gathers is not None:
+            self._gathers.dissolve(thawed)
+        self.groups = [[param for param in group if param not in thawed] for group in self.groups]
+        return self._build_buckets(chosen)
 
 
 @dataclass(frozen=True)

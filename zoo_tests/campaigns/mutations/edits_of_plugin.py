@@ -154,7 +154,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
         (f"{_PLUGIN}/pipeline/test_outputs.py::test_outputs_of_a_head_on_every_rank[pp2-gpt2-lm_head]",),
     ),
     "gradients not corrected to the count of the criterion": Edit(
-        "plugins.hybrid_parallel.step.execute_pipeline",
+        "plugins.hybrid_parallel.step.passes",
         "reducer.finish(factor)",
         "reducer.finish()",
         (f"{_UNEQUAL}[sum_and_count-3-1]",),

@@ -19,7 +19,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         (f"{_STAGES}[llama-causal_lm-dp2-zero2-adamw-clip-num_microbatches=3]",),
     ),
     "copies of a shard keep their own gradients": Edit(
-        "plugins.hybrid_parallel.zero.grouping",
+        "plugins.hybrid_parallel.setup.optimizer",
         "(copies, grad_group, tied_group)",
         "(grad_group, tied_group)",
         (f"{_STAGES}[bert-masked_lm-dp4-zero1-adamw-clip-zero_size=2]",),
@@ -37,7 +37,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         (f"{_STAGES}[llama-causal_lm-dp2-zero3-adamw-clip-num_microbatches=3]",),
     ),
     "masters of sharded parameters made of rounded values": Edit(
-        "plugins.hybrid_parallel.setup.initial_weights",
+        "plugins.hybrid_parallel.setup.model",
         "kept = param.dtype if dtype is None or has_master else dtype",
         "kept = dtype or param.dtype",
         (f"{_LAZY}::test_16_bit_models_keep_the_full_values_for_the_optimizer[bf16-dp2-3]",),
@@ -61,7 +61,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         (f"{_PACKED}[quantisation1]",),
     ),
     "gradients of layers wait for those of the norms": Edit(
-        "plugins.hybrid_parallel.zero.grouping",
+        "plugins.hybrid_parallel.setup.optimizer",
         "max(arrival[param] for param in item[1])",
         "min(arrival[param] for param in item[1])",
         ("zoo_tests/hybrid_parallel/zero/test_memory.py::test_few_whole_gradients_at_once_under_stage_three",),

@@ -1,7 +1,7 @@
 """What `execute_pipeline` returns: the outputs of plain transformers on every rank, and refusals that say what to do.
 
 What breaks here first: an output class whose tensors are not cut along the samples. Look in
-`plugins/hybrid_parallel/step/execute_pipeline.py` and `data/microbatch.py`.
+`plugins/hybrid_parallel/step/passes.py` and `data/microbatch.py`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from plugins.hybrid_parallel.pipeline.timeline import read_timelines
 from shardformer import PipelineStageManager, ShardConfig, ShardFormer, record_module_init
-from shardformer.layers.replicated_linear import defer_weight_grads
+from shardformer.layers.parallel_module import defer_weight_grads
 from shardformer.matmul.kernel import WeightGradStore, linear, run_deferred
 from shardformer.stages.placeholders import StagePlaceholder
 from zoo_tests.harness.case import Case, Recipe

@@ -1,7 +1,7 @@
 """Where parameters lie in a bucket, and which optimizers may have them cut.
 
 What breaks here first: a parameter that straddles a shard's end, or a whole one that does. Look in
-`plugins/hybrid_parallel/zero/bucket.py` (`places_in_bucket`) and `zero/grouping.py`.
+`plugins/hybrid_parallel/zero/bucket.py` (`places_in_bucket`) and `setup/optimizer.py`.
 """
 
 from __future__ import annotations

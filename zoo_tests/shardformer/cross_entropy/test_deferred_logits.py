@@ -28,7 +28,7 @@ from shardformer.cross_entropy.fused_linear import (
 )
 from shardformer.layers import VocabParallelLMHead
 from shardformer.layers.embedding import deferred_logits
-from shardformer.layers.replicated_linear import defer_weight_grads
+from shardformer.layers.parallel_module import defer_weight_grads
 from shardformer.matmul.kernel import WeightGradStore
 from zoo_tests.harness.native import EXACT, check_gradients, fill, known
 from zoo_tests.harness.ranks import distributed

@@ -1,7 +1,7 @@
 """Layers that replace native ones: the same state, names, hooks and numbers, also in copies and pickles.
 
 What breaks here first: a module under a second name that stays native, a copy that shares weights with its original.
-Look in `shardformer/layers/replicated_linear.py` and `shardformer/utils/derived_modules.py`.
+Look in `shardformer/layers/parallel_module.py` and `shardformer/utils/derived_modules.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers import replicated_linear as ours
-from shardformer.layers.replicated_linear import defer_weight_grads, replace_native_layers
+from shardformer.layers.parallel_module import defer_weight_grads, replace_native_layers
 from shardformer.matmul.kernel import WeightGradStore, run_deferred
 from shardformer.utils.derived_modules import derive
 from zoo_tests.harness.ranks import distributed

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero.collectives import exchange_of
 from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
 from plugins.hybrid_parallel.zero.collectives.p2p import P2PCollectives
 from plugins.hybrid_parallel.zero.collectives.shared_memory import (
@@ -38,6 +37,7 @@ from plugins.hybrid_parallel.zero.collectives.shared_memory import (
     SignalSocket,
     SignalSockets,
     connect,
+    exchange_of,
 )
 from zoo_tests.harness.ranks import run_on_ranks, under_load
 
@@ -225,7 +225,7 @@ def _train(exchange: type[ZeroCollectives] | None, accumulates: bool, overlap: b
     if exchange is not None:
         made = mock.patch("plugins.hybrid_parallel.zero.collectives.SharedMemoryCollectives", exchange)
         if exchange is P2PCollectives:
-            made = mock.patch("plugins.hybrid_parallel.zero.collectives.meet_neighbours", lambda group: None)
+            made = mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.meet_neighbours", lambda group: None)
     with made:
         plugin = HybridParallelPlugin(zero_bucket_size_in_mb=0.001, overlap_allgather=overlap)
         booster = Booster(plugin=plugin)
