@@ -28,25 +28,8 @@ from shardformer.policies.user_policy import SlotPolicyAdapter
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import annotate
 from shardformer.stages.stage import StagePartitioner, StagePlaceholder
+from shardformer.transforms import context_parallel, layout_checks
 from shardformer.transforms.attention_kernels import divide_layers, leave_between_layers, route_attention
-from shardformer.transforms.context_parallel import (
-    can_hide_documents,
-    can_run_by_document,
-    context_problems,
-    hide_other_documents,
-    layers_of,
-    reason_against_sharing,
-    runner_of,
-    share_sequences,
-)
-from shardformer.transforms.layout_checks import (
-    KeptLayers,
-    LayerSequence,
-    Replacement,
-    check_experts,
-    exchange_problems,
-    router_problems,
-)
 from shardformer.transforms.operator_fusion import fuse_norms, fuse_operators
 from shardformer.utils.derived_modules import carry_over, change_module
 from shardformer.utils.freed_memory import return_freed_memory
@@ -94,8 +77,8 @@ class ModelSharder:
         shared = self._names_on_several_stages(groups)
         shares = self.config.context is not None and self._layer_sequence is None
         positions = self.policy.position_counter() if shares else None
-        has_mixers = can_run_by_document(self.model, self.policy)
-        hides_documents = can_hide_documents(self.model, self.policy)
+        has_mixers = context_parallel.can_run_by_document(self.model, self.policy)
+        hides_documents = context_parallel.can_hide_documents(self.model, self.policy)
         if self._cut is not None:
             self._cut.apply()
             self._tell_blocks()
@@ -103,14 +86,14 @@ class ModelSharder:
         if self._is_users_policy:
             keep_head_losses(self.model, self.policy)
         if positions is not None:
-            share_sequences(self.model, self.policy, self.config, positions)
+            context_parallel.share_sequences(self.model, self.policy, self.config, positions)
         if self._layer_sequence is not None:
             self._divide_layers(self._layer_sequence, by_exchange=True)
             self.model.sequence_is_cut = True
         if has_mixers:
             keep_documents_apart(self.model, [layer for held in self._held_layers() for layer in held])
         if hides_documents:
-            hide_other_documents(self.model)
+            context_parallel.hide_other_documents(self.model)
         shard_experts(self.model, self.config)
         retie(self.model, tied)
         self._annotate_the_rest()
@@ -127,7 +110,7 @@ class ModelSharder:
         problems = [*self.policy.check(), *self._check_towers()]
         for part in self.policy.parts:
             if routers_are_asked(part.model, {}):
-                problems += router_problems(part.model, self.config)
+                problems += layout_checks.router_problems(part.model, self.config)
         if self.config.stage_manager.num_stages > 1:
             problems += self._check_stages()
         if self.config.tensor_parallel_size > 1:
@@ -135,12 +118,12 @@ class ModelSharder:
         if not problems:
             problems += self.kept.problems(self.model)
         for part in self.policy.parts if self.config.uses_ulysses else ():
-            problems += exchange_problems(part.model, part, self.config)
+            problems += layout_checks.exchange_problems(part.model, part, self.config)
         if self.config.context is not None:
-            problems += context_problems(self.model, self.policy, self.config)
+            problems += context_parallel.context_problems(self.model, self.policy, self.config)
         if self.config.sequence is not None or self._layer_sequence is not None:
             problems += self._check_places()
-        problems += check_experts(self.model, self.config)
+        problems += layout_checks.check_experts(self.model, self.config)
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -182,7 +165,10 @@ class ModelSharder:
         divide_layers(self.model, self._held_layers(), region, by_exchange)
         names, held = self.policy.stages.inputs_between, self._held_layers()
         if names:
-            runner, layers = runner_of(self.model, self.policy), layers_of(self.model, self.policy)
+            runner, layers = (
+                context_parallel.runner_of(self.model, self.policy),
+                context_parallel.layers_of(self.model, self.policy),
+            )
             leave_between_layers(runner, names, layers, held, region)
 
     def _tell_what_stays(self, fusions: int) -> None:
@@ -201,12 +187,12 @@ class ModelSharder:
         return self.config.device_of(next(self.model.parameters(), torch.empty(0)))
 
     @cached_property
-    def _layer_sequence(self) -> LayerSequence | None:
+    def _layer_sequence(self) -> layout_checks.LayerSequence | None:
         """What context-parallel ranks share, if it is not the inputs. First accessed before the model is changed."""
         context = self.config.context
-        if context is None or reason_against_sharing(self.model, self.policy) is None:
+        if context is None or context_parallel.reason_against_sharing(self.model, self.policy) is None:
             return None
-        return LayerSequence(context.group)
+        return layout_checks.LayerSequence(context.group)
 
     @cached_property
     def _cut(self) -> StagePartitioner | None:
@@ -282,14 +268,14 @@ class ModelSharder:
         return target if self.config.tensor_parallel_size > 1 or not target.needs_axis else None
 
     @cached_property
-    def kept(self) -> KeptLayers:
+    def kept(self) -> layout_checks.KeptLayers:
         """The layers that the user has customized. First accessed before the model is changed."""
         found = [
-            Replacement(path, native, target, replacement.kwargs or {})
+            layout_checks.Replacement(path, native, target, replacement.kwargs or {})
             for path, native, replacement in self.sub_modules()
             if (target := self._target_of(replacement)) is not None
         ]
-        return KeptLayers(found, self.config)
+        return layout_checks.KeptLayers(found, self.config)
 
     def sub_modules(self) -> Iterator[tuple[str, nn.Module, SubModuleReplacementDescription]]:
         """Yield the sub-modules that the table names and the model has: path, module, description."""

@@ -9,16 +9,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from booster.failure.diagnosis import (
-    Failure,
-    RankSnapshot,
-    compare_counts,
-    diagnose_counts,
-    diagnose_mismatch,
-    diagnose_standstill,
-    missing_members,
-    places,
-)
+from booster.failure import diagnosis
+from booster.failure.diagnosis import Failure, RankSnapshot
 from booster.failure.operation_log import Operations
 from booster.failure.stack_probe import MainThreadProbe
 
@@ -128,9 +120,9 @@ class DesyncDetector:
         if answers is None:
             return DesyncReport()
         snapshots, silent = answers
-        where = places([one for one in snapshots if one.rank != self.rank])
+        where = diagnosis.places([one for one in snapshots if one.rank != self.rank])
         # A lost rank explains by itself why the ranks that depend on it are behind the others.
-        return DesyncReport(None if silent else diagnose_mismatch(snapshots), tuple(silent), where)
+        return DesyncReport(None if silent else diagnosis.diagnose_mismatch(snapshots), tuple(silent), where)
 
     def others_wait(self, store: dist.Store) -> bool:
         """Return whether all other ranks wait for something, or have ended."""
@@ -151,7 +143,7 @@ class DesyncDetector:
         self._all_blocked_looks = self._all_blocked_looks + 1 if everyone else 0
         answers = None if self._all_blocked_looks < 2 else self._inquire(store)
         if answers is not None and self._all_wait(*answers) and _may_be_reported(answers[0], self.one_machine):
-            self._report(diagnose_standstill(answers[0]))
+            self._report(diagnosis.diagnose_standstill(answers[0]))
 
     def _standstill_limit(self) -> float:
         """Return how many seconds this rank must have been blocked in its wait."""
@@ -176,10 +168,10 @@ class DesyncDetector:
     def _look_at_counts(self, store: dist.Store) -> None:
         counts = self._counts(store)
         if counts:
-            differing = compare_counts(counts, self._incomparable)
+            differing = diagnosis.compare_counts(counts, self._incomparable)
             if differing and (answers := self._inquire(store)) is not None:
                 snapshots, silent = answers
-                failure = None if silent else diagnose_counts(self._probed, differing, snapshots, counts)
+                failure = None if silent else diagnosis.diagnose_counts(self._probed, differing, snapshots, counts)
                 if failure is not None:
                     self._report(failure)
                 elif not silent:
@@ -238,6 +230,6 @@ def _may_be_reported(snapshots: list[RankSnapshot], one_machine: bool) -> bool:
     member of the group provably does not take part in the collective that a rank waits in.
     """
     on_device = [one for one in snapshots if one.on_device]
-    if not all(missing_members(one, snapshots) for one in on_device):
+    if not all(diagnosis.missing_members(one, snapshots) for one in on_device):
         return False
-    return one_machine or any(missing_members(one, snapshots) for one in snapshots)
+    return one_machine or any(diagnosis.missing_members(one, snapshots) for one in snapshots)

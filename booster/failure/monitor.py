@@ -15,16 +15,9 @@ from dataclasses import asdict, replace
 
 import torch.distributed as dist
 
+from booster.failure import diagnosis
 from booster.failure.desync import DesyncDetector, DesyncReport
-from booster.failure.diagnosis import (
-    REPORT_VARIABLE,
-    Failure,
-    diagnose_batches,
-    ending,
-    is_timeout,
-    is_unanswered,
-    ranks_text,
-)
+from booster.failure.diagnosis import Failure
 from booster.failure.machine_links import OtherMachines
 from booster.failure.operation_log import Operations
 from booster.failure.peers import Address, Peer, Requests, StoppedPeers, StoreClient
@@ -132,7 +125,7 @@ class FailureMonitor(threading.Thread):
             The failure of the other rank, or `failure` if there is none.
         """
         self.main.failed_wait = wait_of_error(error)
-        known = self._wait_for_failure(self.machines.silence_s if is_unanswered(error) else _CAUSE_S)
+        known = self._wait_for_failure(self.machines.silence_s if diagnosis.is_unanswered(error) else _CAUSE_S)
         if known is not None:
             return known
         dead = [peer for peer in self.peers if peer.ended_well or peer.is_dead()]
@@ -146,14 +139,14 @@ class FailureMonitor(threading.Thread):
         known = self.link.failure or found.mismatch or self._wait_for_failure(0.0 if found.where else _INQUIRY_S)
         if known is not None:
             return known
-        if is_timeout(error) and not (is_unanswered(error) and found.silent):
+        if diagnosis.is_timeout(error) and not (diagnosis.is_unanswered(error) and found.silent):
             return self._unanswered_wait(found)
         return self._silence(found) if found.silent else failure
 
     def _silence(self, found: DesyncReport) -> Failure:
         """Return the failure for ranks that do not answer and whose processes run on other machines."""
         first, *rest = found.silent
-        more = f" and neither does {ranks_text(rest)}" if rest else ""
+        more = f" and neither does {diagnosis.ranks_text(rest)}" if rest else ""
         return Failure.found(
             first, f"does not answer any more{more}; rank {self.rank} was {self._doing()}; {found.where}"
         )
@@ -161,7 +154,7 @@ class FailureMonitor(threading.Thread):
     def _unanswered_wait(self, found: DesyncReport) -> Failure:
         wait = self.main.failed_wait
         others = f"; {found.where}" if found.where else ""
-        others += f"; {ranks_text(found.silent)} did not answer" if found.silent else ""
+        others += f"; {diagnosis.ranks_text(found.silent)} did not answer" if found.silent else ""
         message = (
             f"waited without an answer{wait.text().removeprefix('waiting') if wait else ''}, {self.operations.phrase}"
             f"{others}. Collectives wait for timeout_s={self.timeout_s:g}; "
@@ -299,7 +292,7 @@ class FailureMonitor(threading.Thread):
         return self.link.failure
 
     def _death(self, peer: Peer, status: int | None) -> Failure:
-        how = ending(status)
+        how = diagnosis.ending(status)
         why = "; if no one sent SIGKILL, the system ran out of memory" if "SIGKILL" in how else ""
         found = self._found(peer.rank, how, peer.phrase())
         return replace(found, message=found.message + why)
@@ -312,7 +305,7 @@ class FailureMonitor(threading.Thread):
         for other, doing in others.items():
             together.setdefault(doing, []).append(other)
         rest = " and ".join(
-            f"{ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}"
+            f"{diagnosis.ranks_text(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}"
             for doing, ranks in sorted(together.items(), key=lambda item: min(item[1]))
         )
         return Failure.found(rank, f"{what} {phrase}".rstrip() + f"; {rest}", phrase)
@@ -346,7 +339,7 @@ class FailureMonitor(threading.Thread):
         """Add what the pages of this machine's ranks tell: the exit code of `sys.exit`, or batches that differ."""
         batches = {peer.rank: peer.page.batch for peer in self.peers if peer.page is not None}
         own = "" if self.operations.page is None else self.operations.page.batch
-        problem = "" if failure.is_users else diagnose_batches({self.rank: own, **batches})
+        problem = "" if failure.is_users else diagnosis.diagnose_batches({self.rank: own, **batches})
         if problem:
             place = f" ({failure.operation})" if failure.operation else ""
             return replace(failure, message=f"{problem}{place}", is_users=True)
@@ -393,8 +386,8 @@ def _exchange(store: dist.Store, rank: int, world_size: int, own: Address, timeo
         if time.monotonic() > until:
             absent = [other for other, key in enumerate(keys) if not store.check([key])]
             raise TimeoutError(
-                f"{ranks_text(absent)} did not join the job within timeout_s={timeout_s:g}; look at why, or give a "
-                "longer time in launch_from_torch(timeout_s=...)"
+                f"{diagnosis.ranks_text(absent)} did not join the job within timeout_s={timeout_s:g}; look at why, or "
+                "give a longer time in launch_from_torch(timeout_s=...)"
             )
         time.sleep(_JOIN_POLL_S)
     return [Address(**json.loads(text)) for text in store.multi_get(keys)]
@@ -405,7 +398,7 @@ def say(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
-    path = os.environ.get(REPORT_VARIABLE, "")
+    path = os.environ.get(diagnosis.REPORT_VARIABLE, "")
     if path:
         with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
             file.write(f"{line}\n")

@@ -5,8 +5,8 @@ weights may be deferred, or written directly to gradient buffers (`matmul/kernel
 
 In a plain torch training loop, `sum_partial_gradients` sums the gradients of a sharded model. A parameter that is
 whole, or replicated, on ranks that each use it on a part of the data (norms of heads, key/value heads fewer than ranks)
-gets a partial gradient on each rank. Code that reduces gradients itself gets the ranks from `grad_group_of` and switches
-these sums off.
+gets a partial gradient on each rank. Code that reduces gradients itself gets the ranks from `grad_group_of`, and
+switches these sums off.
 """
 
 from __future__ import annotations

@@ -23,16 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardformer.lazy import weight_files
 from shardformer.lazy.materialize import InitLog, RecordedValues, StorageView, remember, undisturbed
-from shardformer.lazy.weight_files import (
-    WeightFileError,
-    check_paths,
-    has_bin_files,
-    open_tensors,
-    read_piece,
-    refuses_code,
-    weight_files,
-)
 from shardformer.shard_spec import ShardSpec
 
 _aten = torch.ops.aten
@@ -344,7 +336,7 @@ def files_are_read_later(recorder: DispatchRecorder, allow_bin: bool) -> Iterato
                     "outside of record_module_init()"
                 )
             paths = [Path(file) for file in checkpoint_files]
-            check_paths(paths, Path(load_config.pretrained_model_name_or_path), allow_bin)
+            weight_files.check_paths(paths, Path(load_config.pretrained_model_name_or_path), allow_bin)
             with undisturbed():
                 state_dict = {name: tensor for path in paths for name, tensor in _tensors_of(path, recorder)}
         # No loader threads: the recorder sees only the operations of its own thread.
@@ -372,7 +364,7 @@ class FileTensor:
 
     def piece(self, spec: ShardSpec) -> Tensor:
         """Read the piece that `spec` defines, and only that."""
-        return read_piece(self.path, self.name, spec)
+        return weight_files.read_piece(self.path, self.name, spec)
 
 
 @dataclass(frozen=True)
@@ -395,7 +387,7 @@ class BinTensor:
 
 
 def _load_bin(path: Path) -> dict[str, Tensor]:
-    with refuses_code(str(path)):
+    with weight_files.refuses_code(str(path)):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -405,7 +397,7 @@ def _tensors_of(path: Path, recorder: DispatchRecorder) -> Iterator[tuple[str, T
         for name, values in _load_bin(path).items():
             yield name, recorder.constant(BinTensor(path, name), values)
         return
-    with open_tensors(path) as file:
+    with weight_files.open_tensors(path) as file:
         for name in file.keys():  # noqa: SIM118 (not a dict)
             view = file.get_slice(name)
             shape = tuple(view.get_shape())
@@ -426,8 +418,8 @@ class Opened:
 
 def open_directory(model_class: type, config: Any, directory: Path, dtype: torch.dtype, allow_bin: bool) -> Opened:
     """Open a directory's weights as `from_pretrained` of a model class does, or raise WeightFileError."""
-    if not (allow_bin and has_bin_files(directory)):
-        weight_files(directory)  # given a missing directory, transformers would search its hub
+    if not (allow_bin and weight_files.has_bin_files(directory)):
+        weight_files.weight_files(directory)  # given a missing directory, transformers would search its hub
     try:
         with record_module_init(allow_bin), _without_progress_bar():
             model, info = model_class.from_pretrained(
@@ -439,7 +431,9 @@ def open_directory(model_class: type, config: Any, directory: Path, dtype: torch
                 local_files_only=True,
             )
     except (RuntimeError, KeyError) as error:
-        raise WeightFileError(f"{directory} cannot be read as a {model_class.__name__}: {error}") from error
+        raise weight_files.WeightFileError(
+            f"{directory} cannot be read as a {model_class.__name__}: {error}"
+        ) from error
     mismatched = [(name, tuple(found), tuple(expected)) for name, found, expected in info["mismatched_keys"]]
     return Opened(
         RecordedValues(model, seed=0), sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), sorted(mismatched)

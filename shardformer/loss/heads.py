@@ -17,60 +17,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.loss.perception import (
-    classified_masks,
-    connectionist,
-    detection,
-    masked_pixels,
-    mean_of_samples,
-    segmentation,
-)
+from shardformer.loss import perception, text
 from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm, routers_are_asked
-from shardformer.loss.text import (
-    causal_lm,
-    conditional_generation,
-    masked_lm,
-    plain_classes,
-    pretraining,
-    question_answering,
-    sequence_classification,
-)
 from shardformer.utils.source import calls_loss_function
 
 HeadLossBuilder = Callable[[nn.Module], HeadLoss | None]
 HeadLosses = Mapping[str, HeadLossBuilder]
 
 USUAL_HEAD_LOSSES: HeadLosses = {
-    "ForCausalLM": causal_lm,
-    "LMHeadModel": causal_lm,
-    "DoubleHeadsModel": causal_lm,
-    "ForMaskedLM": masked_lm,
-    "MTModel": conditional_generation,
-    "ForConditionalGeneration": conditional_generation,
-    "ForTextToText": conditional_generation,
-    "ForSpeechToText": conditional_generation,
-    "ForTextToSpeech": conditional_generation,
-    "ForPreTraining": pretraining,
-    "ForNextSentencePrediction": plain_classes,
-    "ForTokenClassification": partial(plain_classes, per_token=True),
-    "ForMultipleChoice": plain_classes,
-    "ForAudioClassification": plain_classes,
-    "ForAudioFrameClassification": mean_of_samples,
-    "ForXVector": mean_of_samples,
-    "ForCTC": connectionist,
-    "ForVideoClassification": sequence_classification,
-    "ForSequenceClassification": sequence_classification,
-    "ForImageClassification": sequence_classification,
-    "ForMaskedImageModeling": masked_pixels,
-    "ForSemanticSegmentation": segmentation,
-    "ForObjectDetection": detection,
-    "ForSegmentation": detection,
-    "ForQuestionAnswering": question_answering,
-    "ForQuestionAnsweringSimple": question_answering,
+    "ForCausalLM": text.causal_lm,
+    "LMHeadModel": text.causal_lm,
+    "DoubleHeadsModel": text.causal_lm,
+    "ForMaskedLM": text.masked_lm,
+    "MTModel": text.conditional_generation,
+    "ForConditionalGeneration": text.conditional_generation,
+    "ForTextToText": text.conditional_generation,
+    "ForSpeechToText": text.conditional_generation,
+    "ForTextToSpeech": text.conditional_generation,
+    "ForPreTraining": text.pretraining,
+    "ForNextSentencePrediction": text.plain_classes,
+    "ForTokenClassification": partial(text.plain_classes, per_token=True),
+    "ForMultipleChoice": text.plain_classes,
+    "ForAudioClassification": text.plain_classes,
+    "ForAudioFrameClassification": perception.mean_of_samples,
+    "ForXVector": perception.mean_of_samples,
+    "ForCTC": perception.connectionist,
+    "ForVideoClassification": text.sequence_classification,
+    "ForSequenceClassification": text.sequence_classification,
+    "ForImageClassification": text.sequence_classification,
+    "ForMaskedImageModeling": perception.masked_pixels,
+    "ForSemanticSegmentation": perception.segmentation,
+    "ForObjectDetection": perception.detection,
+    "ForSegmentation": perception.detection,
+    "ForQuestionAnswering": text.question_answering,
+    "ForQuestionAnsweringSimple": text.question_answering,
 }
 # Of forwards that call no `loss_function`.
 OWN_HEAD_LOSSES: HeadLosses = dict.fromkeys(
-    ("MaskFormerForInstanceSegmentation", "ForUniversalSegmentation"), classified_masks
+    ("MaskFormerForInstanceSegmentation", "ForUniversalSegmentation"), perception.classified_masks
 )
 
 

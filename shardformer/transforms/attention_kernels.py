@@ -13,21 +13,10 @@ from torch.distributed import ProcessGroup
 
 from shardformer.attention import route_own_attention, use_backend, use_sharded_attention
 from shardformer.context_parallel.attention import use_context_attention
+from shardformer.distributed import sequence_parallel
 from shardformer.distributed.blocks import joined_blocks, rank_of_draws
 from shardformer.distributed.collectives import gather_from_region
-from shardformer.distributed.sequence_parallel import (
-    BlockedSequence,
-    SequenceParallel,
-    UlyssesAllToAll,
-    count_whole_sequences,
-    first_input,
-    first_output,
-    return_whole_states,
-    slice_other_tokens,
-    slice_positions,
-    use_parameters_by_block,
-    wrap_layers,
-)
+from shardformer.distributed.sequence_parallel import BlockedSequence, SequenceParallel, UlyssesAllToAll
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.placeholders import LayerInputs
@@ -143,16 +132,16 @@ def divide_layers(
     for layers in filter(None, lists):
         if getattr(layers[0], "sees_whole_sequences", False):
             continue
-        wrap_layers(layers, region)
+        sequence_parallel.wrap_layers(layers, region)
         for layer in layers:
-            slice_other_tokens(layer, region)
+            sequence_parallel.slice_other_tokens(layer, region)
         for layer in layers if by_exchange else ():
-            slice_positions(layer, region)
-        count_whole_sequences(model, layers if by_exchange else (), region.positions_of_part)
+            sequence_parallel.slice_positions(layer, region)
+        sequence_parallel.count_whole_sequences(model, layers if by_exchange else (), region.positions_of_part)
         if isinstance(region, BlockedSequence):
-            use_parameters_by_block(layers, region)
+            sequence_parallel.use_parameters_by_block(layers, region)
     if isinstance(region, BlockedSequence) and not region.is_cut:
-        return_whole_states(model, region)
+        sequence_parallel.return_whole_states(model, region)
 
 
 def leave_between_layers(
@@ -199,11 +188,11 @@ class _Gaps:
 
         def outer(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
             if enters and self.is_whole:
-                args, kwargs = first_input(args, kwargs, self.region.enter)
+                args, kwargs = sequence_parallel.first_input(args, kwargs, self.region.enter)
                 self.is_whole = False
             output = call(*args, **kwargs)
             if leaves and not {number, number + 1}.isdisjoint(self.numbers):
-                output = first_output(output, self.region.leave)
+                output = sequence_parallel.first_output(output, self.region.leave)
                 self.is_whole = True
             return output
 

@@ -24,19 +24,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardformer.attention import uses_registry
-from shardformer.attention.packed_documents import (
-    POSITIONS,
-    TOKENS,
-    asks_for_cache,
-    document_starts,
-    keep_documents_apart,
-    mask_calls,
-    may_be_packed,
-    rotary_limit,
-    runs_flash,
-    token_mixers,
-)
+from shardformer.attention import packed_documents, uses_registry
+from shardformer.attention.packed_documents import POSITIONS, TOKENS
 from shardformer.context_parallel.attention import RING, gather_behind_layer, gather_behind_reader
 from shardformer.context_parallel.zigzag import Positions, ZigzagSharding, cut_features, cut_inputs, restarts
 from shardformer.distributed.collectives import pad_dim
@@ -187,7 +176,7 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
     text = text.get_text_config() if hasattr(text, "get_text_config") else text
     if getattr(text, "attn_logit_softcapping", None) is not None:
         yield "whose attention scores are soft-capped"
-    if rotary_limit(text) is not None:
+    if packed_documents.rotary_limit(text) is not None:
         yield "whose rotary embedding depends on the length of a sequence"
 
 
@@ -200,7 +189,7 @@ def counting_reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
 
 def mixers_of_layers(model: nn.Module, policy: Policy) -> list[nn.Module]:
     """Return the modules that mix tokens outside of attention, in layers whose sequences ranks share."""
-    return token_mixers(layers_of(model, policy))
+    return packed_documents.token_mixers(layers_of(model, policy))
 
 
 def _reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
@@ -293,7 +282,7 @@ def hide_other_documents(model: nn.Module) -> None:
 
 def _makers(model: nn.Module) -> list[nn.Module]:
     """Return the modules that make masks without positions: causal ones, or those of an encoder, where all are."""
-    calls = {kind: mask_calls(kind) for kind in {type(each) for each in model.modules()}}
+    calls = {kind: packed_documents.mask_calls(kind) for kind in {type(each) for each in model.modules()}}
     is_causal = any(call.is_causal for found in calls.values() for call in found)
     ignores = not getattr(getattr(model, "config", None), "is_causal", True)  # makes those of an encoder instead
     lacking = {
@@ -313,9 +302,13 @@ def _sees_documents(maker: nn.Module) -> bool:
 
 def _begin(maker: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     given = {**inspect.signature(maker.forward).bind_partial(*args).arguments, **kwargs} if args else kwargs
-    is_asked = may_be_packed(given) and not asks_for_cache(given) and restarts(given[POSITIONS])
-    is_asked &= not runs_flash(maker)  # which is told of borders
-    _running.set(_Documents(document_starts(given[POSITIONS]).cumsum(-1)) if is_asked else None)
+    is_asked = (
+        packed_documents.may_be_packed(given)
+        and not packed_documents.asks_for_cache(given)
+        and restarts(given[POSITIONS])
+    )
+    is_asked &= not packed_documents.runs_flash(maker)  # which is told of borders
+    _running.set(_Documents(packed_documents.document_starts(given[POSITIONS]).cumsum(-1)) if is_asked else None)
 
 
 def _end(maker: nn.Module, _: tuple, output: Any) -> None:
@@ -369,7 +362,7 @@ def separate_documents(model: nn.Module) -> None:
     if can_hide_documents(model, policy):
         hide_other_documents(model)
     if can_run_by_document(model, policy):
-        keep_documents_apart(model, layers_of(model, policy))
+        packed_documents.keep_documents_apart(model, layers_of(model, policy))
 
 
 def _hands_arguments_on(model: nn.Module, layers: nn.ModuleList) -> bool:

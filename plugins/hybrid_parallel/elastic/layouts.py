@@ -31,17 +31,10 @@ from booster.elastic.job_environment import FOLDER, LEAVE, LIMIT, MODULES, Elast
 from booster.errors import ConfigurationError
 from booster.failure.diagnosis import LEFT
 from booster.launch import elastic_place, job_store, machine_of_this_rank
+from plugins.hybrid_parallel.checkpoint import training_state
 from plugins.hybrid_parallel.checkpoint.global_tensor import buffers_of_earlier_stages
 from plugins.hybrid_parallel.checkpoint.io import HybridParallelCheckpointIO
-from plugins.hybrid_parallel.checkpoint.training_state import (
-    Piece,
-    newest_snapshot,
-    pieces_in,
-    publish,
-    remove_before,
-    take_snapshot,
-    write_piece,
-)
+from plugins.hybrid_parallel.checkpoint.training_state import Piece
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from plugins.hybrid_parallel.guards import check_boosted
@@ -214,7 +207,7 @@ def for_present_ranks(options: dict[str, Any]) -> tuple[dict[str, Any], PlansAhe
     place.note("started", rank=dist.get_rank())
     config = HybridParallelConfig.from_options(**options)
     config.parallel.data_parallel_size(place.max_ranks)
-    found = newest_snapshot([place.pieces], control_group())
+    found = training_state.newest_snapshot([place.pieces], control_group())
     known = {} if found is None else found.plans
     plans = PlansAhead(place, config, known)
     world_size = dist.get_world_size()
@@ -350,11 +343,11 @@ class ElasticCheckpointIO(HybridParallelCheckpointIO):
         is_first = self._boundary is None
         if is_first:
             self._begin(folder, objects.get("model"))
-        state = take_snapshot(self.mesh, objects, extra, self._elsewhere)
+        state = training_state.take_snapshot(self.mesh, objects, extra, self._elsewhere)
         # All ranks have written the last one, or gone on from it: none can finish a step without the others.
-        remove_before(self._complete, self._place.pieces)
+        training_state.remove_before(self._complete, self._place.pieces)
         piece = Piece(self._number + 1, self._place.round, dist.get_world_size(), dist.get_rank())
-        write_piece(piece, self._place.pieces, state, self._plans.known())
+        training_state.write_piece(piece, self._place.pieces, state, self._plans.known())
         self._neighbours.exchange(piece, self._place.pieces)
         self._number = self._complete = piece.number
         if is_first:
@@ -376,10 +369,12 @@ class ElasticCheckpointIO(HybridParallelCheckpointIO):
     def _begin(self, folder: str, model: Any) -> None:
         """Prepare the snapshots of this round."""
         self._elsewhere = set() if model is None else buffers_of_earlier_stages(model, self.mesh, self.group)
-        left = max((piece.number for piece in pieces_in(self._place.pieces)), default=0)  # by earlier rounds
+        left = max(
+            (piece.number for piece in training_state.pieces_in(self._place.pieces)), default=0
+        )  # by earlier rounds
         names, numbers = zip(*all_gather_json([machine_of_this_rank(), left], self.group), strict=True)
         self._neighbours = Neighbours([names.index(name) for name in names], self.group)
-        found = newest_snapshot([self._place.pieces], self.group)
+        found = training_state.newest_snapshot([self._place.pieces], self.group)
         self._number, self._complete = max(numbers), 0 if found is None else found.number
         self._boundary = StepBoundary(self._place, job_store(), dist.get_rank())
         self._place.put(FOLDER, str(Path(folder).resolve()))
@@ -415,7 +410,7 @@ class Neighbours:
         for rank, (data, header) in room.items():
             copy = Piece(piece.number, piece.round, piece.world_size, rank)
             copy.data_in(directory).write_bytes(data.numpy().data)
-            publish(copy, directory, header.numpy().tobytes())
+            training_state.publish(copy, directory, header.numpy().tobytes())
 
     def _transfer(self, sent: list[Tensor], received: dict[int, list[Tensor]]) -> None:
         group, target = self._group, self.target[self._rank]

@@ -33,21 +33,13 @@ from plugins.hybrid_parallel.setup.input_checks import as_configuration_error, c
 from plugins.hybrid_parallel.zero.bucket_layout import Source, TiedParameter, take_source, without_values
 from plugins.hybrid_parallel.zero.reducer import hooked_names
 from plugins.hybrid_parallel.zero.stage3 import is_sharded
-from shardformer import PipelineStageManager, ShardConfig, ShardFormer
+from shardformer import PipelineStageManager, ShardConfig, ShardFormer, lazy
 from shardformer.attention.backend import AMPERE, capability_of
 from shardformer.distributed.blocks import blocks_of
 from shardformer.distributed.process_groups import all_gather_json, world_group
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.parallel_module import defer_partial_sums
-from shardformer.lazy import (
-    RecordedValues,
-    WeightReader,
-    is_recorded,
-    materialize,
-    read_values,
-    waits_for_values,
-    weight_reader_of,
-)
+from shardformer.lazy import RecordedValues, WeightReader
 from shardformer.loss.perception import keep_losses_of_masks
 from shardformer.loss.terms import count_own_boxes
 from shardformer.matmul.quantised import is_quantised, stored_tensors
@@ -281,8 +273,8 @@ def _same_everywhere(*numbers: int) -> list[bool]:
 
 def reader_of(model: nn.Module, seed: int) -> WeightReader | None:
     """Return the reader of weights for a model without values; fill its buffers now, whole as policies expect."""
-    reader = weight_reader_of(model)
-    if reader is None and is_recorded(model):
+    reader = lazy.weight_reader_of(model)
+    if reader is None and lazy.is_recorded(model):
         shared_seed = torch.tensor(seed)
         # Shards drawn from other seeds would fit together without an error.
         dist.broadcast(shared_seed, src=0, group=world_group())
@@ -299,10 +291,10 @@ def fill(
     held = {}
     if trains and config.zero.zero_stage == 3:
         held = defer_values(model, reader, config, mesh, config.mixed_precision.dtype)
-    if waits_for_values(model):
+    if lazy.waits_for_values(model):
         _cast_ahead(model, config.mixed_precision, trains)
         with as_configuration_error():
-            materialize(model, reader)
+            lazy.materialize(model, reader)
     return held
 
 
@@ -377,6 +369,6 @@ def defer_values(
 
 def _read(reader: WeightReader, name: str, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
     try:
-        return read_values(reader, name, param).to(dtype)
+        return lazy.read_values(reader, name, param).to(dtype)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error

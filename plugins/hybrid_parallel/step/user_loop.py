@@ -23,29 +23,14 @@ from booster import failure
 from booster.data.rows import ItemCount, rows_of_call
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.data.checks import (
-    FIRST_STEPS,
-    ReplicaCheck,
-    check_batch_of_replica,
-    check_kind,
-    check_loss,
-)
+from plugins.hybrid_parallel.data import checks
+from plugins.hybrid_parallel.data.checks import FIRST_STEPS, ReplicaCheck
 from plugins.hybrid_parallel.data.microbatch import LossesPromote, has_floats, nothing_of, without_rows
 from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.guards import LabelCounts, check_weights_in_loss, refuse_without_optimizer
-from plugins.hybrid_parallel.loss.arithmetic import (
-    LossKind,
-    ReplicaLosses,
-    RowWeight,
-    SumOverReplicas,
-    exact_sum,
-    loss_and_count,
-    mean_over_replicas,
-    off_inputs,
-    over_replicas,
-    share_of_counted,
-)
+from plugins.hybrid_parallel.loss import arithmetic
+from plugins.hybrid_parallel.loss.arithmetic import LossKind, ReplicaLosses, RowWeight, SumOverReplicas
 from plugins.hybrid_parallel.loss.choice import LossSource
 from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss, NoLoss, RouterBalance, StepLoss
 from plugins.hybrid_parallel.pipeline.runtime import PassState
@@ -245,7 +230,7 @@ class PipelineCall:
             return self.fetch(LOSS)
         leaf = self._header[LOSS]
         mine = [result[LOSS].detach() for result in self.results] if self.model.runtime.has_last_stage else []
-        total = exact_sum(mine, self.model.mesh.replica_group)
+        total = arithmetic.exact_sum(mine, self.model.mesh.replica_group)
         value = torch.tensor(total, dtype=getattr(torch, leaf["dtype"]), device=self.model.mesh.device)
         return self._with_border(value, (LOSS, 0)) if leaf["needs_grad"] else value
 
@@ -376,10 +361,10 @@ def run_one_stage(model: HybridParallelModel, batch: Batch) -> Any:
         record_facts([batch.entries], [batch.on_host])
     batch = replace(batch, entries=model.options.inputs(batch.entries))
     if trains:
-        model.begin_training(batch.entries, check_batch_of_replica)
+        model.begin_training(batch.entries, checks.check_batch_of_replica)
         model.trace.begin([batch.entries], [])
         weight = model.user_loop.begin(batch)
-        batch = replace(batch, entries=off_inputs(batch.entries), args=off_inputs(batch.args))
+        batch = replace(batch, entries=arithmetic.off_inputs(batch.entries), args=arithmetic.off_inputs(batch.args))
     this = Pass(PassKind.TRAIN if trains else PassKind.EVALUATE, batch.entries, batch.has_rows)
     inputs = batch.entries if batch.has_rows else batch.placeholder()
     guard = failure.guard("model(**batch)", publishes=False)
@@ -481,7 +466,7 @@ class LossBackward:
         models: Sequence[HybridParallelModel],
     ) -> None:
         """Compute the gradients of `loss`, see `Booster.backward`; reduce them outside of `no_sync`."""
-        loss, count = loss_and_count(loss)
+        loss, count = arithmetic.loss_and_count(loss)
         kind = LossKind.SUM if count is not None else LossKind.MEAN_OF_ROWS if by_rows else LossKind.MEAN_OF_REPLICAS
         trained = [model for model in models if optimizer in model.optimizers]
         others = [each for model in models if model not in trained for each in model.optimizers]
@@ -491,7 +476,7 @@ class LossBackward:
         self._check(loss, count, kind, optimizer, is_asked, synchronises, trained[0].units if trained else None)
         if kind is LossKind.MEAN_OF_ROWS and synchronises:
             self.labels.compare(loss, trained[0].user_loop)
-        count = None if count is None else over_replicas(count, self.grid)
+        count = None if count is None else arithmetic.over_replicas(count, self.grid)
         with ExitStack() as stack:
             stack.enter_context(naming_ranks())
             for model in trained:
@@ -505,9 +490,9 @@ class LossBackward:
             for model in models:
                 stack.enter_context(model.user_loop.losses.of(kind))
             if counts is None:
-                share = mean_over_replicas(loss, self.grid.size(DP_CP), optimizer.loss_scale.value)
+                share = arithmetic.mean_over_replicas(loss, self.grid.size(DP_CP), optimizer.loss_scale.value)
             else:
-                share = share_of_counted(loss, counts.divisor, optimizer.loss_scale.value)
+                share = arithmetic.share_of_counted(loss, counts.divisor, optimizer.loss_scale.value)
             optimizer.trace.add_loss(loss.detach())
             if self.config.runs_parts:
                 self._run_through_stages(share, optimizer, others, models, synchronises)
@@ -560,9 +545,9 @@ class LossBackward:
         if count is not None and units is not None:
             units.refuse_sums()
         if optimizer.num_steps < FIRST_STEPS:
-            check_loss(loss.detach(), self.grid)
+            checks.check_loss(loss.detach(), self.grid)
             self.labels.check_factor(loss, kind is LossKind.MEAN_OF_ROWS)
             if count is not None:
-                check_loss(torch.as_tensor(count).detach(), self.grid, "count of the loss")
+                checks.check_loss(torch.as_tensor(count).detach(), self.grid, "count of the loss")
             if synchronises:
-                check_kind(kind, self.grid)
+                checks.check_kind(kind, self.grid)

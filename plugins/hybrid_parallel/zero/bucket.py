@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.loss.arithmetic import norm_of
+from plugins.hybrid_parallel.zero import bucket_layout
 from plugins.hybrid_parallel.zero.bucket_layout import (
     BucketOptions,
     BucketSlice,
@@ -30,12 +31,6 @@ from plugins.hybrid_parallel.zero.bucket_layout import (
     GradBufferPool,
     OptimizerShard,
     Source,
-    add_together,
-    gaps_between,
-    move_into,
-    places_in_bucket,
-    take_back,
-    take_source,
 )
 from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ReduceScatterHandle
@@ -94,19 +89,19 @@ class Bucket:
         self.params, self.options, self.group_index = list(params), options, group_index
         self.sum_groups, self.counted, self.tied_group = list(sum_groups), counted, tied_group
         sizes = [param.numel() for param in params]
-        self.offsets, size = places_in_bucket(sizes, options.num_shards, options.whole_parameters)
-        self._gaps = gaps_between(self.offsets, sizes, size)
+        self.offsets, size = bucket_layout.places_in_bucket(sizes, options.num_shards, options.whole_parameters)
+        self._gaps = bucket_layout.gaps_between(self.offsets, sizes, size)
         self._strides = [torch.empty(param.shape, device="meta").stride() for param in params]
         self.shard_size = size // options.num_shards
         dtype, device = params[0].dtype, params[0].device
         self.grad_dtype = torch.promote_types(dtype, torch.float32)
-        sources = [take_source(param, initial) for param in params]
+        sources = [bucket_layout.take_source(param, initial) for param in params]
         self._flat = self.sharded = None
         if shards_parameters:
             self.sharded = ShardedParameters(self.params, self.offsets, size, options)
         else:
             self._flat = options.exchange.empty(size, dtype=dtype, device=device).zero_()
-            move_into(self._flat, self.params, self.offsets)
+            bucket_layout.move_into(self._flat, self.params, self.offsets)
         for index, param in enumerate(self.params):
             show_grad(param, self, index)
         updated = self.grad_dtype if options.master_weights else dtype
@@ -227,7 +222,7 @@ class Bucket:
         waiting = dict(self._waiting)
         self.forget_waiting()
         self._provide_flat_grads()
-        for adds, take in ((False, torch._foreach_copy_), (True, add_together)):
+        for adds, take in ((False, torch._foreach_copy_), (True, bucket_layout.add_together)):
             chosen = {index: grad for index, (grad, is_added) in waiting.items() if is_added is adds}
             if chosen:
                 take([self._grad_view(index) for index in chosen], list(chosen.values()))
@@ -433,7 +428,7 @@ class Bucket:
             flat, start, size = self._flat, self._flat.data_ptr(), self._flat.element_size()
             for param, offset in zip(self.params, self.offsets, strict=True):
                 if param.data_ptr() != start + offset * size and param.numel():
-                    take_back(param, flat[offset : offset + param.numel()])
+                    bucket_layout.take_back(param, flat[offset : offset + param.numel()])
                     self.shard.may_differ = True
         self.shard.take_changed_parameters()
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
-from shardformer.layers import replicated_linear as ours
+from shardformer.layers import parallel_module as ours
 from shardformer.layers.parallel_module import defer_weight_grads, replace_native_layers
 from shardformer.matmul.kernel import WeightGradStore, run_deferred
 from shardformer.utils.derived_modules import derive

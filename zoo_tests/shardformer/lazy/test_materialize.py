@@ -23,7 +23,7 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.checkpoint.global_tensor import local_tensors
 from plugins.hybrid_parallel.zero.whole_parameters import assemble
 from shardformer import ShardConfig, ShardFormer, record_module_init
-from shardformer.lazy import materialize, recording, set_weight_reader, waits_for_values
+from shardformer.lazy import materialize, set_weight_reader, waits_for_values, weight_files
 from shardformer.lazy.weight_files import read_piece
 from shardformer.shard_spec import ShardSpec
 from zoo_tests.harness.case import LAYOUTS, Case, Recipe, share_of
@@ -251,7 +251,7 @@ def _pieces_read(case: Case, directory: Path) -> tuple[int, int]:
         read.append(read_piece(*args))
         return read[-1]
 
-    with mock.patch.object(recording, "read_piece", counted):
+    with mock.patch.object(weight_files, "read_piece", counted):
         model = Booster(plugin=HybridParallelPlugin(**case.plugin_options)).boost(model)
     return sum(piece.nbytes for piece in read), sum(parameter.nbytes for parameter in model.parameters())
 

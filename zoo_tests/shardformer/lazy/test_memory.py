@@ -20,7 +20,7 @@ import pytest
 from torch import Tensor
 
 from benchmarks.construction_memory import CASES, Construction, Way, measure
-from shardformer.lazy import recording
+from shardformer.lazy import weight_files
 from shardformer.lazy.weight_files import read_piece
 from zoo_tests.harness.ranks import RankPool
 
@@ -63,7 +63,7 @@ def _measured(*arguments: Any) -> tuple[Construction, int]:
         read.append(piece.nbytes)
         return piece
 
-    with mock.patch.object(recording, "read_piece", counted):
+    with mock.patch.object(weight_files, "read_piece", counted):
         return measure(*arguments), sum(read)
 
 

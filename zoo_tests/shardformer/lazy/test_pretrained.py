@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardformer import record_module_init
-from shardformer.lazy import materialize, recording
+from shardformer.lazy import materialize, weight_files
 from shardformer.lazy.weight_files import read_piece
 from zoo_tests.zoo import FAMILIES
 
@@ -100,7 +100,7 @@ def test_changes_in_the_context(tmp_path: Path) -> None:
 def test_files_are_read_once_and_only_when_asked_for(tmp_path: Path) -> None:
     model = _main_model("llama")
     model.save_pretrained(tmp_path)
-    with mock.patch.object(recording, "read_piece", mock.Mock(side_effect=read_piece)) as reading:
+    with mock.patch.object(weight_files, "read_piece", mock.Mock(side_effect=read_piece)) as reading:
         with record_module_init():
             lazy = type(model).from_pretrained(tmp_path)
         assert reading.call_count == 0

@@ -34,18 +34,9 @@ from booster.failure.peers import machine
 from booster.failure.stack_probe import waits_for_ranks
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
+from plugins.hybrid_parallel.zero.collectives import p2p
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ReduceScatterHandle, ZeroCollectives
-from plugins.hybrid_parallel.zero.collectives.p2p import (
-    READ,
-    UPDATED,
-    WRITTEN,
-    Answers,
-    HierarchicalCollectives,
-    P2PCollectives,
-    SentShard,
-    add_up,
-    tag_of,
-)
+from plugins.hybrid_parallel.zero.collectives.p2p import Answers, HierarchicalCollectives, P2PCollectives, SentShard
 from shardformer.distributed.collectives import world_timeout
 from shardformer.distributed.process_groups import all_gather_json
 
@@ -384,12 +375,12 @@ class SharedMemoryCollectives(P2PCollectives):
     def empty_shard(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a shard, and tell the other ranks its place; see `ZeroCollectives`."""
         shard = super().empty_shard(count, dtype, device)
-        self._places[shard.data_ptr()] = self._exchange_numbers(UPDATED, self._of_shards.place(shard))()
+        self._places[shard.data_ptr()] = self._exchange_numbers(p2p.UPDATED, self._of_shards.place(shard))()
         return shard
 
     def broadcast_number(self, turn: int, kind: int, number: int) -> Answers:
         """Send a number over the sockets between ranks of one machine; see `P2PCollectives`."""
-        lines, tag = self._neighbours.lines, tag_of(turn, kind)
+        lines, tag = self._neighbours.lines, p2p.tag_of(turn, kind)
         for rank in self.others:
             lines.send(rank, tag, number)
         return lambda: {rank: lines.receive(rank, tag) for rank in self.others}
@@ -437,12 +428,12 @@ class SharedMemoryCollectives(P2PCollectives):
     def begin_update(self) -> None:
         """Wait until all ranks are here; see `ZeroCollectives`."""
         self.await_update()
-        self._exchange_numbers(READ, 0)()
+        self._exchange_numbers(p2p.READ, 0)()
 
     def end_update(self) -> None:
         """Tell the other ranks that this rank's shards are complete; see `ZeroCollectives`."""
         self.await_update()  # of the update before
-        self._updated = self._exchange_numbers(UPDATED, 0)
+        self._updated = self._exchange_numbers(p2p.UPDATED, 0)
 
     def await_update(self) -> None:
         """Wait until all ranks have called `end_update`; see `ZeroCollectives`."""
@@ -460,7 +451,7 @@ class _ReadShard(SentShard):
     def __init__(self, exchange: SharedMemoryCollectives, flat: Tensor, shard: Tensor) -> None:
         super().__init__(exchange, shard, [], {})
         self._own = flat.view(len(exchange.others) + 1, -1)[exchange.rank]
-        self._places = exchange.broadcast_number(self._turn, WRITTEN, exchange.memory.place(flat))
+        self._places = exchange.broadcast_number(self._turn, p2p.WRITTEN, exchange.memory.place(flat))
 
     def wait(self) -> Tensor:
         rank, places = self._exchange.rank, self._places()
@@ -469,7 +460,7 @@ class _ReadShard(SentShard):
         for windows in zip(*readers, strict=True):
             part, _ = windows[0]
             theirs = {other: window for other, (_, window) in zip(places, windows, strict=True)}
-            add_up({rank: self._own[part], **theirs}, self.shard[part])
+            p2p.add_up({rank: self._own[part], **theirs}, self.shard[part])
         return self.shard
 
 
@@ -485,7 +476,7 @@ class _ReadGather(AllGatherHandle):
             self._copy = exchange.memory.empty(self._rows.shape[1], flat.dtype)
             self._copy.copy_(self._rows[exchange.rank])
         told = flat if self._copy is None else self._copy
-        self._places = exchange.broadcast_number(self._turn, UPDATED, exchange.memory.place(told))
+        self._places = exchange.broadcast_number(self._turn, p2p.UPDATED, exchange.memory.place(told))
         self._answers: Answers | None = None
 
     def wait(self) -> None:
@@ -495,7 +486,7 @@ class _ReadGather(AllGatherHandle):
             row = rank if self._copy is None else 0
             for part, window in self._exchange.read(rank, place, row, self._rows[rank]):
                 self._rows[rank][part].copy_(window)
-        self._answers = self._exchange.broadcast_number(self._turn, READ, 0)
+        self._answers = self._exchange.broadcast_number(self._turn, p2p.READ, 0)
 
     def close(self) -> None:
         self.wait()

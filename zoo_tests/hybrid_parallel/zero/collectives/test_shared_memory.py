@@ -223,9 +223,11 @@ def _train(exchange: type[ZeroCollectives] | None, accumulates: bool, overlap: b
     model = nn.Sequential(nn.Embedding(11, 16), *(nn.Linear(16, 16) for _ in range(8)))
     made = contextlib.nullcontext()
     if exchange is not None:
-        made = mock.patch("plugins.hybrid_parallel.zero.collectives.SharedMemoryCollectives", exchange)
+        made = mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.SharedMemoryCollectives", exchange)
         if exchange is P2PCollectives:
-            made = mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.meet_neighbours", lambda group: None)
+            made = mock.patch(
+                "plugins.hybrid_parallel.zero.collectives.shared_memory.meet_neighbours", lambda group: None
+            )
     with made:
         plugin = HybridParallelPlugin(zero_bucket_size_in_mb=0.001, overlap_allgather=overlap)
         booster = Booster(plugin=plugin)
