@@ -28,7 +28,6 @@ from torch.distributed import ProcessGroup
 
 from shardformer.distributed.blocks import BlockedTensor, blocks_of, copy_to_blocks, joined_blocks, reduce_from_blocks
 from shardformer.shard_spec import ShardSpec
-from shardformer.utils.freed_memory import as_bytes
 from shardformer.utils.untraced import saved_results, untraced
 
 # torch 2.13 renames both; earlier releases have the old names only.
@@ -407,3 +406,15 @@ def all_to_all(x: Tensor, split_dim: int, join_dim: int, group: ProcessGroup) ->
 def all_to_all_uneven(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
     """Exchange rows, [sum of `sent`, features] -> [sum of `received`, features]; backward is the reverse exchange."""
     return _AllToAll.apply(x, sent, received, group)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return [..., size] as uint8, [..., size * itemsize]: a view where the values are dense in memory, or else a copy.
+
+    torch counts a dim of one element as contiguous whatever its stride is, but takes no such tensor as bytes: a column
+    of a batch of one row.
+    """
+    dense = x.contiguous()
+    if dense.stride(-1) != 1:
+        dense = dense.clone(memory_format=torch.contiguous_format)
+    return dense.view(torch.uint8)

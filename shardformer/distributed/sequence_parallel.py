@@ -210,11 +210,6 @@ class PendingGather:
             self._tokens = all_gather(self.local, SEQ_DIM, self.region.group, self.length, gathered=self.wait())
         return self._tokens
 
-    @staticmethod
-    def of(x: Tensor) -> PendingGather | None:
-        """Return the pending gather of a tensor; None if it has none."""
-        return getattr(x, "pending_gather", None)
-
 
 def gather_on_entry(module: nn.Module, region: SequenceParallel, overlaps: bool = False) -> None:
     """Let `module`, a tensor-parallel region, see the whole sequence.

@@ -26,7 +26,7 @@ from shardformer.distributed.collectives import (
     split_features,
 )
 from shardformer.distributed.process_groups import LOCAL, ProcessGroups, new_group
-from shardformer.distributed.sequence_parallel import PendingGather, SequenceParallel, first_input
+from shardformer.distributed.sequence_parallel import SequenceParallel, first_input
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.matmul.kernel import LinearKernel, autocast
 from shardformer.matmul.native import NATIVE, Blocked, MatmulLayer, is_transposed
@@ -258,7 +258,7 @@ class SharedInput:
         if torch.compiler.is_compiling():
             return layer.project(x)
         # A pending gather writes its values later, which counts as a new version.
-        is_pending = PendingGather.of(x) is not None
+        is_pending = hasattr(x, "pending_gather")
         if not is_pending and x.is_inference():  # nothing tells whether it was written to since
             return layer.project(x)
         key = (id(x), -1 if is_pending else x._version, torch.is_grad_enabled())
@@ -444,9 +444,8 @@ class MultiQueryLinear(ParallelModule, MatmulLayer):
         """Compute [batch, seq, hidden] -> [batch, seq, features of this rank]."""
         weight = torch.cat([self.weight[rows] for rows in self.rows])
         bias = None if self.bias is None else torch.cat([self.bias[rows] for rows in self.rows])
-        pending = PendingGather.of(x)
-        if pending is not None:  # no overlap for this rare layer
-            x = pending.tokens()
+        if hasattr(x, "pending_gather"):  # no overlap for this rare layer
+            x = x.pending_gather.tokens()
         return self.linear(x if self.input_is_gathered else copy_to_region(x, self.group), weight, bias)
 
 

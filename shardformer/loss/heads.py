@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.loss import perception, text
-from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm, routers_are_asked
-from shardformer.utils.source import calls_loss_function
+from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
 
 HeadLossBuilder = Callable[[nn.Module], HeadLoss | None]
 HeadLosses = Mapping[str, HeadLossBuilder]
@@ -145,34 +144,3 @@ def _total(outputs: Mapping[str, Any], labels: Tensor) -> Tensor:
     # The mean over no labels is NaN; the parameters get gradients of zero.
     others = (value for name, value in outputs.items() if name != "loss" and isinstance(value, Tensor))
     return next(value for value in others if value.is_floating_point()).sum() * 0.0
-
-
-_OURS = ("shardformer.", "plugins.hybrid_parallel.", "transformers.", "torch.")
-
-
-def own_loss_reason(model: nn.Module, head_loss: HeadLoss | None, batch: Batch) -> str | None:
-    """Return why the model's own forward has to compute this batch's loss; None if `head_loss` gives the same."""
-    name = type(model).__name__
-    if head_loss is None:
-        return f"the forward of {name} computes a loss of its own"
-    if "forward" in vars(model):
-        return f"the forward of this {name} was replaced"
-    hooks = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
-    if any(map(_is_users, hooks)):
-        return f"a forward hook on the {name} may change it"
-    if calls_loss_function(type(model).forward):
-        function = model.loss_function
-        home, known = str(getattr(function, "__module__", "")), head_loss.function
-        called = getattr(function, "__name__", type(function).__name__)
-        if not home.startswith("transformers.loss.") or known not in (None, called):
-            return f"its loss_function is {called}"
-    if head_loss.routers is None and routers_are_asked(model, batch):
-        return "it adds an auxiliary loss of its routers"
-    unread = head_loss.unread(batch)
-    return None if unread is None else f"its loss reads {unread}"
-
-
-def _is_users(hook: Any) -> bool:
-    function = hook.func if isinstance(hook, partial) else hook
-    home = getattr(function, "__module__", None) or type(function).__module__
-    return not home.startswith(_OURS)

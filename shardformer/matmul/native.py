@@ -52,7 +52,7 @@ class Native(Products, LinearKernel):
         first, count = layers[0], len(layers)
         weights = [layer.matrix for layer in layers]
         biases = [layer.added_bias for layer in layers]
-        pending = PendingGather.of(x)
+        pending = getattr(x, "pending_gather", None)
         if pending is not None:
             return GatheredLinear.apply(pending.local, pending, first, count, *autocast(*weights, *biases))
         if first.input_is_gathered:

@@ -1,4 +1,4 @@
-"""Memory that a model frees while it is built, returned to the system, and byte counts as text.
+"""Memory that a model frees while it is built, returned to the system.
 
 glibc takes blocks below a threshold from one heap. The threshold grows to 32 MiB as larger blocks are freed. A block
 that is freed in the middle of the heap stays resident as a hole, and smaller blocks break up the hole: whole tensors
@@ -9,9 +9,6 @@ holes. `mallopt` would avoid the holes, but it would set the threshold for the t
 from __future__ import annotations
 
 import ctypes
-
-import torch
-from torch import Tensor
 
 _LEAST = 2**20  # bytes
 _SHARE = 50
@@ -45,15 +42,3 @@ class FreedMemory:
         if self._freed >= self._limit:
             return_freed_memory()
             self._freed = 0
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """Return [..., size] as uint8, [..., size * itemsize]: a view where the values are dense in memory, or else a copy.
-
-    torch counts a dim of one element as contiguous whatever its stride is, but takes no such tensor as bytes: a column
-    of a batch of one row.
-    """
-    dense = x.contiguous()
-    if dense.stride(-1) != 1:
-        dense = dense.clone(memory_format=torch.contiguous_format)
-    return dense.view(torch.uint8)

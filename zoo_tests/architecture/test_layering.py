@@ -48,7 +48,7 @@ NOT_PLAIN = (
 # Files that give a module of the user, which keeps its identity, another forward or class; each says why.
 MAY_PATCH = (
     "plugins/hybrid_parallel/compat/deepspeed_3d/patches.py",
-    "plugins/hybrid_parallel/zero/bucket_parameter.py",
+    "plugins/hybrid_parallel/zero/bucket_layout.py",
     "shardformer/policies/plans/execution.py",  # for a pass of a tiny model: models also call `forward` themselves
     "shardformer/utils/untraced.py",
 )

@@ -28,10 +28,10 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh, replicate_axis
 from plugins.hybrid_parallel.guards import WholeState
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
 from plugins.hybrid_parallel.zero.whole_parameters import assemble
+from shardformer.distributed.collectives import as_bytes
 from shardformer.distributed.process_groups import ProcessGroups, all_gather_json, message_group
 from shardformer.matmul.quantised import is_quantised
 from shardformer.shard_spec import EXPERTS, TENSOR, ShardSpec, spec_of
-from shardformer.utils.freed_memory import as_bytes
 
 Sizes = tuple[int, ...]
 

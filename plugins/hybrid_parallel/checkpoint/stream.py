@@ -28,10 +28,10 @@ from plugins.hybrid_parallel.checkpoint.peft import MergedAdapters, adapter_item
 from plugins.hybrid_parallel.checkpoint.save import Item, cut_by_size, items_of, to_files
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
+from shardformer.distributed.collectives import as_bytes
 from shardformer.distributed.process_groups import ProcessGroups, all_gather_json, message_group
 from shardformer.peft import model_inside
 from shardformer.shard_spec import EXPERTS, TENSOR, ShardSpec, spec_of
-from shardformer.utils.freed_memory import as_bytes
 
 _Steps = Generator[list[dist.Work], None, dict[str, Tensor]]
 _IN_MEMORY = 4  # buckets: the one in use, the one that arrives, its shards, and their copies in another dtype

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError, SynchronyError
 from booster.logging import get_logger
+from shardformer.distributed.collectives import as_bytes
 from shardformer.distributed.process_groups import all_gather_json
 from shardformer.lazy.weight_files import WeightFileError
-from shardformer.utils.freed_memory import as_bytes
 
 _logger = get_logger(__name__)
 

@@ -18,7 +18,7 @@ from booster.errors import NonFiniteError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.bucket_parameter import native_grad
+from plugins.hybrid_parallel.zero.bucket_layout import native_grad
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.distributed.process_groups import all_gather_json
 from shardformer.stages.placeholders import StagePlaceholder

@@ -37,11 +37,11 @@ from plugins.hybrid_parallel.loss.step_loss import (
 from shardformer.attention import log_once
 from shardformer.context_parallel.zigzag import ZigzagSharding, token_mask
 from shardformer.distributed.collectives import gather_rows
-from shardformer.loss.heads import own_loss_reason
-from shardformer.loss.terms import RouterScores, routers_are_asked
+from shardformer.loss.terms import HeadLoss, RouterScores, routers_are_asked
 from shardformer.peft import behind_prompts, model_inside
 from shardformer.policies.registry import head_loss_of
 from shardformer.stages.placeholders import StagePlaceholder
+from shardformer.utils.source import calls_loss_function
 
 _ASKED = "return_loss"  # the argument of transformers' forwards that asks for such a loss
 _POOLED = "pooler_output"
@@ -415,3 +415,34 @@ class LossChoice:
                     f"batch, which {reason}, or output_router_logits=False"
                 )
         return are_spread
+
+
+_NOT_USERS = ("shardformer.", "plugins.hybrid_parallel.", "transformers.", "torch.")
+
+
+def own_loss_reason(model: nn.Module, head_loss: HeadLoss | None, batch: Mapping[str, Any]) -> str | None:
+    """Return why the model's own forward has to compute this batch's loss; None if `head_loss` gives the same."""
+    name = type(model).__name__
+    if head_loss is None:
+        return f"the forward of {name} computes a loss of its own"
+    if "forward" in vars(model):
+        return f"the forward of this {name} was replaced"
+    hooks = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
+    if any(map(_is_users, hooks)):
+        return f"a forward hook on the {name} may change it"
+    if calls_loss_function(type(model).forward):
+        function = model.loss_function
+        home, known = str(getattr(function, "__module__", "")), head_loss.function
+        called = getattr(function, "__name__", type(function).__name__)
+        if not home.startswith("transformers.loss.") or known not in (None, called):
+            return f"its loss_function is {called}"
+    if head_loss.routers is None and routers_are_asked(model, batch):
+        return "it adds an auxiliary loss of its routers"
+    unread = head_loss.unread(batch)
+    return None if unread is None else f"its loss reads {unread}"
+
+
+def _is_users(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, partial) else hook
+    home = getattr(function, "__module__", None) or type(function).__module__
+    return not home.startswith(_NOT_USERS)

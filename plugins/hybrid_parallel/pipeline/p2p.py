@@ -10,7 +10,7 @@ sent first. Later messages need no header, because both sides know the shapes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -262,10 +262,6 @@ class Links:
     activations_out: AnyChannel | None = None
     gradients_in: AnyChannel | None = None
     gradients_out: AnyChannel | None = None
-
-    def outgoing(self) -> Iterator[AnyChannel]:
-        """Yield the channels on which the stage sends."""
-        yield from (channel for channel in (self.activations_out, self.gradients_out) if channel is not None)
 
 
 def connect(mesh: HybridMesh, schedule: Schedule, num_chunks: int) -> dict[int, Links]:

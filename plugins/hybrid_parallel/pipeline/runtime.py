@@ -60,6 +60,8 @@ class PipelineRuntime:
         if self.weight_grad_store is not None:
             defer_weight_grads(module, self.weight_grad_store)
         self.links = connect(mesh, schedule, num_chunks)
+        channels = [each for links in self.links.values() for each in (links.activations_out, links.gradients_out)]
+        self._outgoing = [channel for channel in channels if channel is not None]
         self._turns: dict[tuple[int, bool], list[Turn]] = {}
         self._phases: dict[int, tuple[list[Turn], list[Turn]]] = {}
         self.microbatch_hooks: list[Callable[[int], None]] = []
@@ -116,15 +118,13 @@ class PipelineRuntime:
 
     def flush(self) -> None:
         """Wait until everything that this rank's stages sent has been received."""
-        for links in self.links.values():
-            for channel in links.outgoing():
-                channel.flush()
+        for channel in self._outgoing:
+            channel.flush()
 
     def release_sent(self) -> None:
         """Release the tensors whose sends are complete, without waiting for the others."""
-        for links in self.links.values():
-            for channel in links.outgoing():
-                channel.release()
+        for channel in self._outgoing:
+            channel.release()
 
 
 class PassState:

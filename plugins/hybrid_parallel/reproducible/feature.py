@@ -35,7 +35,7 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, block_gr
 from plugins.hybrid_parallel.features.feature import Feature, Parts
 from plugins.hybrid_parallel.reproducible.batch_invariance import BatchInvariant
 from plugins.hybrid_parallel.reproducible.reducer import ExactBucket, ExactReducer
-from plugins.hybrid_parallel.zero.bucket_parameter import give_gradient
+from plugins.hybrid_parallel.zero.bucket_layout import give_gradient
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream, seed_default_generators

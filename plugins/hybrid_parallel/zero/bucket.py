@@ -31,8 +31,8 @@ from plugins.hybrid_parallel.zero.bucket_layout import (
     GradBufferPool,
     OptimizerShard,
     Source,
+    show_grad,
 )
-from plugins.hybrid_parallel.zero.bucket_parameter import show_grad
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ReduceScatterHandle
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
 

@@ -17,7 +17,7 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import Counts, LossScale, norm_of, scaled, unscaled
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.zero.bucket import Bucket, resident
-from plugins.hybrid_parallel.zero.bucket_parameter import clear_native_grad, native_grad
+from plugins.hybrid_parallel.zero.bucket_layout import clear_native_grad, native_grad
 from plugins.hybrid_parallel.zero.whole_parameters import assemble, gather_pieces
 from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream

@@ -26,8 +26,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, Source, places_in_bucket, take_source
-from plugins.hybrid_parallel.zero.bucket_parameter import hide_values, show_values
+from plugins.hybrid_parallel.zero.bucket_layout import (
+    BucketOptions,
+    Source,
+    hide_values,
+    places_in_bucket,
+    show_values,
+    take_source,
+)
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ZeroCollectives
 from shardformer.matmul.quantised import QuantisedWeight, packed_layers
 from shardformer.shard_spec import spec_of

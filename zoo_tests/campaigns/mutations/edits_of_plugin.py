@@ -325,7 +325,7 @@ EDITS_OF_PLUGIN: dict[str, Edit] = {
     "masters made of rounded weights": Edit(
         "plugins.hybrid_parallel.zero.bucket",
         "sources = [bucket_layout.take_source(param, initial) for param in params]",
-        "sources = [take_source(param, {}) for param in params]",
+        "sources = [bucket_layout.take_source(param, {}) for param in params]",
         (f"{_16_BIT}[bert-masked_lm-tp2-zero1-momentum-bf16]",),
     ),
     "masters rounded before every step": Edit(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plugins.hybrid_parallel.distributed import agreement
 from plugins.hybrid_parallel.distributed.agreement import _copied_ahead, host_chunks
-from shardformer.utils.freed_memory import as_bytes
+from shardformer.distributed.collectives import as_bytes
 
 
 def at_once(target: Tensor, source: Tensor) -> Callable[[], None]:

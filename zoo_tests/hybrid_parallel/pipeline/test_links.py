@@ -56,7 +56,7 @@ def _first_messages(name: str, rank: int, num_ranks: int, chunks: int) -> list[C
     with patch.object(links_module, "link_group", lambda mesh, *link: link):
         links = connect(mesh, SCHEDULES[name], chunks)
     lower = {channel: stage for _, stage, channel in _channels(links)}
-    outgoing = [channel for each in links.values() for channel in each.outgoing()]
+    outgoing = [channel for each in links.values() for channel in (each.activations_out, each.gradients_out)]
     calls: list[Call] = []
 
     def record(channel: Channel, sends: bool) -> None:

@@ -15,8 +15,8 @@ import torch
 import transformers
 from torch import nn
 
+from plugins.hybrid_parallel.loss.choice import own_loss_reason
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
-from shardformer.loss.heads import own_loss_reason
 from shardformer.loss.perception import keep_losses_of_masks
 from shardformer.loss.terms import count_own_boxes
 from shardformer.policies.registry import head_loss_of

@@ -11,8 +11,8 @@ import importlib
 import pytest
 import torch
 
+from plugins.hybrid_parallel.loss.choice import own_loss_reason
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
-from shardformer.loss.heads import own_loss_reason
 from shardformer.policies.registry import head_loss_of
 from zoo_tests.zoo.labels import IGNORED
 
