@@ -1,7 +1,7 @@
 """Gradients and weights that a script reads or changes by hand, against the same script in plain torch.
 
 What breaks here first: what looks like a parameter and is a view of a bucket. Look in
-`plugins/hybrid_parallel/zero/bucket.py` and `bucket_parameter.py`.
+`plugins/hybrid_parallel/zero/bucket.py` and `bucket_layout.py`.
 """
 
 from __future__ import annotations
