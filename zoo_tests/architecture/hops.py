@@ -1,9 +1,10 @@
 """How far a reader has to go: what a step, `boost` and an import enter, counted; and the size of the library.
 
-    python -m zoo_tests.architecture.hops
+    python -m zoo_tests.architecture.hops [--files]
 
-prints the counts as JSON, from a process of its own. Two ranks train a small Llama under tensor parallelism. A file is
-entered when one of its functions is called; what runs while a module is imported does not count.
+prints the counts as JSON, from a process of its own; with `--files`, also the files that a step and `boost` enter, those
+with the fewest functions first. Two ranks train a small Llama under tensor parallelism. A file is entered when one of
+its functions is called; what runs while a module is imported does not count.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Hops:
 
     def __init__(self) -> None:
         self.files: set[str] = set()
-        self.functions: set[tuple[str, int]] = set()
+        self.functions: set[tuple[str, int, str]] = set()
         self.depth = 0
         self._here, self._importing = 0, 0
 
@@ -74,7 +75,13 @@ class Hops:
             self._here += step
             self.depth = max(self.depth, self._here)
             self.files.add(code.co_filename)
-            self.functions.add((code.co_filename, code.co_firstlineno))
+            self.functions.add((code.co_filename, code.co_firstlineno, code.co_qualname))
+
+    def by_file(self) -> list[str]:
+        """Return a line for each file: its number of functions, its path, and their names."""
+        names = {file: sorted(name for each, _, name in self.functions if each == file) for file in self.files}
+        found = sorted(names.items(), key=lambda item: (len(item[1]), item[0]))
+        return [f"{len(each)} {Path(file).relative_to(REPOSITORY)}: {', '.join(each)}" for file, each in found]
 
 
 def _is_ours(file: str) -> bool:
@@ -84,8 +91,8 @@ def _is_ours(file: str) -> bool:
 _FOLDERS = tuple(f"{REPOSITORY / package}{os.sep}" for package in _LIBRARY)
 
 
-def counted() -> dict[str, int]:
-    """The counts of this process, which has imported nothing yet."""
+def counted() -> dict[str, Any]:
+    """The counts of this process, which has imported nothing yet, and lists of files by name."""
     import plugins.hybrid_parallel  # noqa: F401
 
     found = {"modules at import": sum(name.partition(".")[0] in _LIBRARY for name in sys.modules)}
@@ -96,7 +103,7 @@ def counted() -> dict[str, int]:
         return found | next(iter(ranks.map(_of_rank, range(2), [folder] * 2)))
 
 
-def _of_rank(rank: int, folder: str) -> dict[str, int]:
+def _of_rank(rank: int, folder: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -127,8 +134,12 @@ def _of_rank(rank: int, folder: str) -> dict[str, int]:
         "files of a step": len(later.files),
         "functions of a step": len(later.functions),
         "depth of a step": later.depth,
+        "entered by a step": later.by_file(),
+        "entered by boost": boost.by_file(),
     }
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{json.dumps(sizes() | counted(), indent=1)}\n")
+    found = sizes() | counted()
+    shown = {name: each for name, each in found.items() if "--files" in sys.argv or not isinstance(each, list)}
+    sys.stdout.write(f"{json.dumps(shown, indent=1)}\n")
