@@ -120,7 +120,7 @@ class ModelSharder:
         for part in self.policy.parts if self.config.uses_ulysses else ():
             problems += layout_checks.exchange_problems(part.model, part, self.config)
         if self.config.context is not None:
-            problems += context_parallel.context_problems(self.model, self.policy, self.config)
+            problems += layout_checks.context_problems(self.model, self.policy, self.config)
         if self.config.sequence is not None or self._layer_sequence is not None:
             problems += self._check_places()
         problems += layout_checks.check_experts(self.model, self.config)

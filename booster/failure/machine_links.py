@@ -100,20 +100,20 @@ class OtherMachines:
             self._links.look(store)
 
     def descriptors(self) -> list[int]:
-        """Return what `check` should be called for when it becomes readable."""
+        """Return what `watch` should be called for when it becomes readable."""
         return [] if self._links is None else self._links.descriptors()
 
-    def check(self) -> None:
+    def watch(self) -> None:
         """Report a machine whose kernel does not answer."""
         if self._links is not None:
-            self._links.check()
+            self._links.watch()
 
 
 class MachineLinks:
     """This rank's connections to the next machine and from the one before.
 
     One rank of each machine has them. They are made by a periodic task of the store client (`look`) and watched by
-    `check`, which another thread may call.
+    `watch`, which another thread may call.
 
     Args:
         limit_s: seconds without an answer after which a machine counts as unreachable.
@@ -153,11 +153,11 @@ class MachineLinks:
                 self._add(link, target)
 
     def descriptors(self) -> list[int]:
-        """Return what `check` should be called for when it becomes readable."""
+        """Return what `watch` should be called for when it becomes readable."""
         own = [] if self._listener is None else [self._listener]
         return [each.fileno() for each in (*own, *list(self._links))]
 
-    def check(self) -> None:
+    def watch(self) -> None:
         """Accept the machine before this one, and report a machine that does not answer."""
         ready = select.poll()
         for descriptor in self.descriptors():
@@ -201,7 +201,7 @@ class MachineLinks:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-        # `check` comes before the kernel, which would close the connection without a word to the other machine.
+        # `watch` comes before the kernel, which would close the connection without a word to the other machine.
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int((self.limit_s + 2 * _PROBE_S) * 1000))
         self._links[link] = machine
 

@@ -238,7 +238,7 @@ class FailureMonitor(threading.Thread):
 
     def _look(self) -> None:
         self._look_at_peers()
-        self.machines.check()
+        self.machines.watch()
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_S

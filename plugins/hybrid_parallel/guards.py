@@ -35,6 +35,7 @@ from shardformer.utils.untraced import untraced
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.step.user_loop import UserLoop
+    from plugins.hybrid_parallel.zero.bucket_layout import TiedParameter
 
 
 # Attribute that an engine reads first -> the engine.
@@ -414,6 +415,23 @@ def check_boosted_optimizer(optimizer: Any) -> None:
             f"the optimizer is a plain {type(optimizer).__name__}; pass the one that boost() returned for one that "
             "was made before: model, optimizer, … = booster.boost(model, optimizer, …)"
         )
+
+
+def check_tied(tied: Mapping[nn.Parameter, TiedParameter], model: nn.Module) -> None:
+    """Check that all stages agree on whether a tied parameter is frozen: its name differs from stage to stage.
+
+    Raises:
+        ConfigurationError: if a parameter is frozen on only some of its stages; raised on all of them.
+    """
+    for param, tie in sorted(tied.items(), key=lambda item: item[1].order):
+        flags = torch.tensor([int(param.requires_grad), int(not param.requires_grad)])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=tie.group)
+        if flags.tolist() == [1, 1]:
+            name = next(name for name, other in model.named_parameters() if other is param)
+            raise ConfigurationError(
+                f"{name} is one weight on several pipeline stages, and only some of them have frozen it; set "
+                "requires_grad by every name that the tied weight has"
+            )
 
 
 def check_criterion(criterion: Any) -> None:

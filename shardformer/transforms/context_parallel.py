@@ -26,11 +26,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardformer.attention import packed_documents, uses_registry
 from shardformer.attention.packed_documents import POSITIONS, TOKENS
-from shardformer.context_parallel.attention import RING, gather_behind_layer, gather_behind_reader
+from shardformer.context_parallel.attention import gather_behind_layer, gather_behind_reader
 from shardformer.context_parallel.zigzag import Positions, ZigzagSharding, cut_features, cut_inputs, restarts
 from shardformer.distributed.collectives import pad_dim
 from shardformer.distributed.sequence_parallel import count_whole_sequences, first_output
-from shardformer.policies.base import LAYERS_AT_RANDOM, Policy
+from shardformer.policies.base import Policy
 from shardformer.policies.registry import head_loss_of, policy_for
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StagePlaceholder
@@ -72,59 +72,6 @@ def _run_whole(mixer: nn.Module, axis: ZigzagSharding, whole_masks: WeakIdKeyDic
     mixer.register_forward_hook(lambda _, __, output: first_output(output, axis.take))
 
 
-def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
-    """Return the reasons why the sequences of a model cannot be sharded over ranks; empty if there are none."""
-    asked, name = f"cp_size={config.context.size}", type(model).__name__
-    is_ring = config.context_parallel_mode == RING
-    reason = reason_against_sharing(model, policy)
-    if reason is not None and (is_ring or not _attends_by_heads(model, policy)):
-        way_out = "sequence_parallelism_mode='all_to_all', or " if _attends_by_heads(model, policy) else ""
-        return [f"{asked} cannot share the sequences of {name}, {reason}; use {way_out}cp_size=1"]
-    if reason is not None:
-        found = [
-            problem
-            for part in policy.parts
-            for problem in (*_layer_problems(part.model, part, config), *_head_problems(part, config, "cp_size=1"))
-        ]
-        return list(dict.fromkeys(found))
-    num_stages = config.stage_manager.num_stages
-    if num_stages > 1 and _embeds_outside(model, policy):
-        return [
-            f"{asked} cannot share the sequences of {name} over pp_size={num_stages} stages, because its tokens are "
-            "embedded outside of the module that reads them; use pp_size=1, or cp_size=1"
-        ]
-    if config.sequence is not None and mixers_of_layers(model, policy):
-        return [_shared_twice(model, config)]
-    return [] if is_ring else _head_problems(policy, config, "'ring_attn'")
-
-
-def _attends_by_heads(model: nn.Module, policy: Policy) -> bool:
-    """Return whether layers can exchange parts of sequences for heads, see `transforms/layout_checks.py`."""
-    attends = policy.own_attention or any(map(uses_registry, model.modules()))
-    return policy.stages is not None and bool(attends) and policy.exchanges_heads()
-
-
-def _layer_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> Iterator[str]:
-    """Yield why parts of sequences inside of layers would compute something else, or not at all."""
-    asked, name = f"cp_size={config.context.size}", type(model).__name__
-    for reason in counting_reasons(model, policy):
-        yield f"{asked} cannot share the sequences of {name}, {reason}; use cp_size=1"
-    if config.sequence is not None:
-        yield _shared_twice(model, config)
-    if (head := head_loss_of(model)) is not None and head.routers is not None:
-        yield f"{asked} cannot share the sequences of {name}, whose routers see whole ones; use cp_size=1"
-    for option in LAYERS_AT_RANDOM:
-        if value := getattr(model.config, option, 0.0):
-            yield f"{option}={value} skips layers at random, other ones on each rank of {asked}; use {option}=0.0"
-
-
-def _shared_twice(model: nn.Module, config: ShardConfig) -> str:
-    return (
-        f"cp_size={config.context.size} and enable_sequence_parallelism=True both share the layers of "
-        f"{type(model).__name__}; use enable_sequence_parallelism=False, or cp_size=1"
-    )
-
-
 def layers_of(model: nn.Module, policy: Policy) -> nn.ModuleList:
     """Return the list of layers whose sequences ranks share."""
     return model.get_submodule(policy.layer_lists[0])
@@ -133,20 +80,6 @@ def layers_of(model: nn.Module, policy: Policy) -> nn.ModuleList:
 def runner_of(model: nn.Module, policy: Policy) -> nn.Module:
     """Return the module around the list of layers, which calls them."""
     return model.get_submodule(policy.layer_lists[0].rpartition(".")[0])
-
-
-def _head_problems(policy: Policy, config: ShardConfig, way_out: str) -> list[str]:
-    size, tp_size, problems = config.context.size, config.tensor_parallel_size, []
-    kv_heads = getattr(policy.model.config, "num_key_value_heads", None)
-    for count in dict.fromkeys(policy.head_counts().values()):
-        heads = count // tp_size
-        of_keys = max((kv_heads or heads * tp_size) // tp_size, 1)
-        if heads % size or (of_keys % size and size % of_keys):
-            problems.append(
-                f"sequence_parallelism_mode='all_to_all' shares {heads} heads ({of_keys} of keys) out over "
-                f"cp_size={size} ranks, which does not divide them; use {way_out}, or a cp_size that does"
-            )
-    return problems
 
 
 def reason_against_sharing(model: nn.Module, policy: Policy) -> str | None:
@@ -163,7 +96,7 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
         yield "whose attention does not go through transformers' registry alone"
     if not policy.shares_sequences():
         yield "whose tokens meet outside of attention"
-    base = _reader_of_tokens(model, policy)
+    base = reader_of_tokens(model, policy)
     if base is None:
         yield "which takes no position_ids"
     elif not _makes_masks(base):
@@ -192,19 +125,12 @@ def mixers_of_layers(model: nn.Module, policy: Policy) -> list[nn.Module]:
     return packed_documents.token_mixers(layers_of(model, policy))
 
 
-def _reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
+def reader_of_tokens(model: nn.Module, policy: Policy) -> nn.Module | None:
     """Return the innermost module, which heads may call, that takes token ids and position ids."""
     path = policy.layer_lists[0].split(".")[:-1]
     around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
     asked = {"input_ids", "position_ids"}
     return next((each for each in around if asked <= inspect.signature(each.forward).parameters.keys()), None)
-
-
-def _embeds_outside(model: nn.Module, policy: Policy) -> bool:
-    """Return whether a module around the reader of tokens embeds them, to insert images: stages send it parts."""
-    reader = _reader_of_tokens(model, policy)
-    path = next(name for name, module in model.named_modules() if module is reader)
-    return not policy.tokens_mix_only_in_attention() and "." in path
 
 
 def _makes_masks(base: nn.Module) -> bool:
@@ -226,7 +152,7 @@ def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, posit
     If the head needs full sequences, they are gathered after the last layer; or, if the module whose inputs are sharded
     runs the layers itself, after that one, which may give its output the shape of its inputs (GPT-2).
     """
-    axis, reader = config.context, _reader_of_tokens(model, policy)
+    axis, reader = config.context, reader_of_tokens(model, policy)
     cut_features(reader, axis, policy.stages.inputs_between)
     cut_inputs(reader, axis, positions)
     head = head_loss_of(model)

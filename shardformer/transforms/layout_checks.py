@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from shardformer.attention import log_once, uses_registry
+from shardformer.context_parallel.attention import RING
 from shardformer.distributed.collectives import all_gather, local_slice
 from shardformer.distributed.sequence_parallel import SEQ_DIM, SequenceParallel
 from shardformer.layers import (
@@ -37,12 +38,18 @@ from shardformer.layers.linear import in_features, out_features
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.loss.terms import router_loss_of
 from shardformer.matmul.quantised import kind_of_layer
-from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.base import LAYERS_AT_RANDOM, ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardformer.policies.mixers import MIXER
 from shardformer.policies.module_edits import read_norms_of_heads, shard_own_parameter, shard_weights_of_heads
 from shardformer.policies.plans.policy import PlanPolicy
+from shardformer.policies.registry import head_loss_of
 from shardformer.shard_config import ShardConfig
-from shardformer.transforms.context_parallel import counting_reasons
+from shardformer.transforms.context_parallel import (
+    counting_reasons,
+    mixers_of_layers,
+    reader_of_tokens,
+    reason_against_sharing,
+)
 from shardformer.utils.derived_modules import hook_on, hooked_modules, user_code
 from shardformer.utils.module_paths import divisors_phrase
 
@@ -382,3 +389,77 @@ def check_experts(model: nn.Module, config: ShardConfig) -> list[str]:
         f"ep_size={size} does not divide the {count} experts of '{path}'; use {divisors_phrase(count)}"
         for count, path in uneven.items()
     ]
+
+
+def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
+    """Return the reasons why the sequences of a model cannot be sharded over ranks; empty if there are none."""
+    asked, name = f"cp_size={config.context.size}", type(model).__name__
+    is_ring = config.context_parallel_mode == RING
+    reason = reason_against_sharing(model, policy)
+    if reason is not None and (is_ring or not _attends_by_heads(model, policy)):
+        way_out = "sequence_parallelism_mode='all_to_all', or " if _attends_by_heads(model, policy) else ""
+        return [f"{asked} cannot share the sequences of {name}, {reason}; use {way_out}cp_size=1"]
+    if reason is not None:
+        found = [
+            problem
+            for part in policy.parts
+            for problem in (*_layer_problems(part.model, part, config), *_head_problems(part, config, "cp_size=1"))
+        ]
+        return list(dict.fromkeys(found))
+    num_stages = config.stage_manager.num_stages
+    if num_stages > 1 and _embeds_outside(model, policy):
+        return [
+            f"{asked} cannot share the sequences of {name} over pp_size={num_stages} stages, because its tokens are "
+            "embedded outside of the module that reads them; use pp_size=1, or cp_size=1"
+        ]
+    if config.sequence is not None and mixers_of_layers(model, policy):
+        return [_shared_twice(model, config)]
+    return [] if is_ring else _head_problems(policy, config, "'ring_attn'")
+
+
+def _attends_by_heads(model: nn.Module, policy: Policy) -> bool:
+    """Return whether layers can exchange parts of sequences for heads, see `transforms/layout_checks.py`."""
+    attends = policy.own_attention or any(map(uses_registry, model.modules()))
+    return policy.stages is not None and bool(attends) and policy.exchanges_heads()
+
+
+def _layer_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> Iterator[str]:
+    """Yield why parts of sequences inside of layers would compute something else, or not at all."""
+    asked, name = f"cp_size={config.context.size}", type(model).__name__
+    for reason in counting_reasons(model, policy):
+        yield f"{asked} cannot share the sequences of {name}, {reason}; use cp_size=1"
+    if config.sequence is not None:
+        yield _shared_twice(model, config)
+    if (head := head_loss_of(model)) is not None and head.routers is not None:
+        yield f"{asked} cannot share the sequences of {name}, whose routers see whole ones; use cp_size=1"
+    for option in LAYERS_AT_RANDOM:
+        if value := getattr(model.config, option, 0.0):
+            yield f"{option}={value} skips layers at random, other ones on each rank of {asked}; use {option}=0.0"
+
+
+def _shared_twice(model: nn.Module, config: ShardConfig) -> str:
+    return (
+        f"cp_size={config.context.size} and enable_sequence_parallelism=True both share the layers of "
+        f"{type(model).__name__}; use enable_sequence_parallelism=False, or cp_size=1"
+    )
+
+
+def _head_problems(policy: Policy, config: ShardConfig, way_out: str) -> list[str]:
+    size, tp_size, problems = config.context.size, config.tensor_parallel_size, []
+    kv_heads = getattr(policy.model.config, "num_key_value_heads", None)
+    for count in dict.fromkeys(policy.head_counts().values()):
+        heads = count // tp_size
+        of_keys = max((kv_heads or heads * tp_size) // tp_size, 1)
+        if heads % size or (of_keys % size and size % of_keys):
+            problems.append(
+                f"sequence_parallelism_mode='all_to_all' shares {heads} heads ({of_keys} of keys) out over "
+                f"cp_size={size} ranks, which does not divide them; use {way_out}, or a cp_size that does"
+            )
+    return problems
+
+
+def _embeds_outside(model: nn.Module, policy: Policy) -> bool:
+    """Return whether a module around the reader of tokens embeds them, to insert images: stages send it parts."""
+    reader = reader_of_tokens(model, policy)
+    path = next(name for name, module in model.named_modules() if module is reader)
+    return not policy.tokens_mix_only_in_attention() and "." in path

@@ -2,9 +2,9 @@
 
     python -m zoo_tests.architecture.hops [--files]
 
-prints the counts as JSON, from a process of its own; with `--files`, also the files that a step and `boost` enter, those
-with the fewest functions first. Two ranks train a small Llama under tensor parallelism. A file is entered when one of
-its functions is called; what runs while a module is imported does not count.
+prints the counts as JSON, from a process of its own; with `--files`, also the files that a step and `boost` enter,
+those with the fewest functions first. Two ranks train a small Llama under tensor parallelism. A file is entered when
+one of its functions is called; what runs while a module is imported does not count.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from plugins.hybrid_parallel.features.diagnostics import SynchronyCheck
 from plugins.hybrid_parallel.features.nonfinite import StepTrace
-from plugins.hybrid_parallel.guards import GuardedModel, LocalState, WholeState, refuse_backward
+from plugins.hybrid_parallel.guards import GuardedModel, LocalState, WholeState, check_tied, refuse_backward
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ScoresAsked, TokenLogProbs, next_tokens
 from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
@@ -504,20 +504,3 @@ def _size(plain: Callable[..., Any], options: Mapping[str, Any]) -> str:
         with suppress(KeyError):
             size = inspect.signature(plain).parameters["max_shard_size"].default
     return f"{size / 1e3:f}KB" if isinstance(size, int) else size or "50GB"
-
-
-def check_tied(tied: Mapping[nn.Parameter, TiedParameter], model: nn.Module) -> None:
-    """Check that all stages agree on whether a tied parameter is frozen: its name differs from stage to stage.
-
-    Raises:
-        ConfigurationError: if a parameter is frozen on only some of its stages; raised on all of them.
-    """
-    for param, tie in sorted(tied.items(), key=lambda item: item[1].order):
-        flags = torch.tensor([int(param.requires_grad), int(not param.requires_grad)])
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=tie.group)
-        if flags.tolist() == [1, 1]:
-            name = next(name for name, other in model.named_parameters() if other is param)
-            raise ConfigurationError(
-                f"{name} is one weight on several pipeline stages, and only some of them have frozen it; set "
-                "requires_grad by every name that the tied weight has"
-            )

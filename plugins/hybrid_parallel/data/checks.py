@@ -58,6 +58,24 @@ def check_batch(batch: Mapping[str, Any], mesh: HybridMesh) -> None:
     raise ConfigurationError(_first_difference(found))
 
 
+def check_first_batch(units: int, least: int, mesh: HybridMesh) -> None:
+    """Refuse, on all replicas, a first batch that cannot fill the pipeline; an epoch's last may be short."""
+    fewest, replicas = torch.tensor(units), mesh.size("dp")  # on the CPU: the result is read at once
+    if replicas > 1:
+        dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=mesh.group("dp"))
+    units = int(fewest)
+    if not units and least:
+        raise ConfigurationError(
+            f"the first batch has fewer samples than the {replicas} replicas, which share it out; use batches of "
+            f"{replicas} samples or more, or fewer replicas"
+        )
+    if units < least:
+        raise ConfigurationError(
+            f"the batch has {units} samples, fewer than num_microbatches={least}; "
+            f"use batches of {least} or more, or num_microbatches={units}"
+        )
+
+
 # Families (`model_type`) in which the position of an image's tokens has its number in the batch, not in the sample.
 _NUMBER_IMAGES = ("hunyuan_vl",)
 

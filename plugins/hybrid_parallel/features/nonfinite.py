@@ -332,7 +332,7 @@ def report(optimizer: HybridParallelOptimizer, findings: list[Finding], is_watch
     )
 
 
-def refuse_or_skip(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: HybridMesh) -> None:
+def on_nonfinite(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: HybridMesh) -> None:
     """Log, on all ranks, why a step is skipped; NonFiniteError by option, or for a bad weight, which stays."""
     findings = first_findings(optimizer, trace, mesh)
     text = report(optimizer, findings, trace.watch is not None)

@@ -15,7 +15,7 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.agreement import checked_collectives
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis, shard_groups, stage_group
 from plugins.hybrid_parallel.features.feature import Feature, Parts, features_of
-from plugins.hybrid_parallel.features.nonfinite import refuse_or_skip
+from plugins.hybrid_parallel.features.nonfinite import on_nonfinite
 from plugins.hybrid_parallel.setup.input_checks import check_options_against_model
 from plugins.hybrid_parallel.setup.model import BuiltModel, build_model, shards_by_axis
 from plugins.hybrid_parallel.zero.bucket import Bucket
@@ -116,7 +116,7 @@ def build_optimizer(
             config.zero.max_norm,
             config.debugging.nonfinite,
             config.zero.overlap_allgather,
-            on_nonfinite=partial(refuse_or_skip, trace=model.trace, mesh=mesh),
+            on_nonfinite=partial(on_nonfinite, trace=model.trace, mesh=mesh),
             after_step=partial(_after_step, model=model, features=built.features),
         ),
         memory,

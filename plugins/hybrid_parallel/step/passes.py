@@ -25,7 +25,7 @@ from booster import failure
 from booster.data.rows import unknown_rows
 from booster.errors import ConfigurationError
 from booster.plugin import PipelineResult
-from plugins.hybrid_parallel.data.checks import FIRST_STEPS, check_parts, naming_entry
+from plugins.hybrid_parallel.data.checks import FIRST_STEPS, check_first_batch, check_parts, naming_entry
 from plugins.hybrid_parallel.data.media import kinds_of_media, parameters_of_texts, without_empty_media
 from plugins.hybrid_parallel.data.microbatch import (
     MANY,
@@ -238,7 +238,8 @@ class Batch:
         units = rows if row is None else row.num_documents
         if must_fill and not model.checked_full_batch:
             is_row = rows == 1 and self.is_packed  # which may have few documents in any step
-            self._refuse_short_start(max(units, pipeline.least_batch_size) if is_row else units)
+            least = pipeline.least_batch_size
+            check_first_batch(max(units, least) if is_row else units, least, mesh)
             model.checked_full_batch = True
         # Replicas wait for one another at features that all of them compare.
         if model.replicas_wait(trains) or self.loss.compares:
@@ -293,25 +294,6 @@ class Batch:
         has_labels = source is LossSource.HEAD
         # On one stage, the outputs of a batch without labels may include attentions of the whole row.
         return packed_row(self.on_host, head_loss, has_labels) if has_labels or self.model.mesh.size("pp") > 1 else None
-
-    def _refuse_short_start(self, units: int) -> None:
-        """Refuse, on all replicas, a first batch that cannot fill the pipeline; an epoch's last may be short."""
-        least = self.model.pipeline.least_batch_size
-        fewest = torch.tensor(units)  # on the CPU: reading the result must not wait for the device
-        if self.model.mesh.size("dp") > 1:
-            dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.model.mesh.group("dp"))
-        units = int(fewest)
-        if not units and least:
-            replicas = self.model.mesh.size("dp")
-            raise ConfigurationError(
-                f"the first batch has fewer samples than the {replicas} replicas, which share it out; use batches of "
-                f"{replicas} samples or more, or fewer replicas"
-            )
-        if units < least:
-            raise ConfigurationError(
-                f"the batch has {units} samples, fewer than num_microbatches={least}; "
-                f"use batches of {least} or more, or num_microbatches={units}"
-            )
 
 
 def is_known_to_all(is_known: bool, group: dist.ProcessGroup) -> bool:

@@ -421,16 +421,16 @@ def test_a_machine_that_is_not_heard_is_told_so(hears: bool, monkeypatch: pytest
     here, there = (MachineLinks(rank, names, "127.0.0.1", 8.0, found[rank].append) for rank in range(2))
     for links in (here, there, here):
         links.look(store)
-        links.check()
+        links.watch()
     assert here.descriptors()[1:], "no connection"
     (link,) = there._links
     if hears:
         link.close()  # its process has ended
     else:
         monkeypatch.setattr(machine_links, "_silence_s", lambda asked: 9.0 if asked is link else 0.0)
-        there.check()
+        there.watch()
         assert "rank 0 on machine here cannot be reached from machine there for 8 s" in found[1][0].line()
-    here.check()
+    here.watch()
     said = [failure.line() for failure in found[0]]
     assert not here._links and (not said) == hears
     assert hears or "rank 1 on machine there cannot be reached from machine here for 8 s" in said[0]
