@@ -1,7 +1,7 @@
 """Offload of optimizer states and parameters: bit by bit the numbers of the same run without.
 
 What breaks here first: a state that the optimizer makes and that is lost on its way to the file
-(`plugins/hybrid_parallel/zero/step.py`), and something that a step counts once for every part
+(`plugins/hybrid_parallel/zero/user_optimizer.py`), and something that a step counts once for every part
 (`step.py`).
 """
 

@@ -20,7 +20,7 @@ from transformers import (
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.zero import step as optimizer_step
+from plugins.hybrid_parallel.zero import user_optimizer
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from shardformer.matmul import kernel
 from zoo_tests.harness.ranks import run_on_ranks
@@ -196,7 +196,7 @@ def muon_weights(boosts: bool) -> tuple[dict[str, torch.Tensor], int]:
     weights = {name: each for name, each in model.named_parameters() if "proj" in name}
     optimizer = torch.optim.Muon(weights.values(), lr=0.02)
     booster = Booster(plugin=HybridParallelPlugin()) if boosts else None
-    with mock.patch.object(optimizer_step, "batched_muon", side_effect=optimizer_step.batched_muon) as batched:
+    with mock.patch.object(user_optimizer, "batched_muon", side_effect=user_optimizer.batched_muon) as batched:
         if booster is not None:
             model, optimizer = booster.boost(model, optimizer)
         for number in range(2):

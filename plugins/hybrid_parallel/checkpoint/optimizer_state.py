@@ -19,7 +19,7 @@ from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketSlice
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
-from plugins.hybrid_parallel.zero.state_dict import on_state_device
+from plugins.hybrid_parallel.zero.user_optimizer import on_state_device
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter
 from shardformer.shard_spec import ShardSpec, spec_of
 from shardformer.utils.typed_json import from_json, to_json

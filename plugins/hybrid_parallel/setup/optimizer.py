@@ -32,7 +32,7 @@ from plugins.hybrid_parallel.zero.optimizer import (
 )
 from plugins.hybrid_parallel.zero.reducer import GradientHooks, GradientReducer, take_hooks
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
-from plugins.hybrid_parallel.zero.state_dict import place_states, take_states
+from plugins.hybrid_parallel.zero.user_optimizer import place_states, take_states
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 from shardformer.layers.parallel_module import replace_native_layers
 from shardformer.shard_spec import EXPERTS, TENSOR, grad_group_of, spec_of

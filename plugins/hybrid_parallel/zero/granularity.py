@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plugins.hybrid_parallel.zero.step import step_in_parts
+from plugins.hybrid_parallel.zero.user_optimizer import step_in_parts
 from shardformer.distributed.random import random_numbers_apart, seed_default_generators
 
 # Optimizers of torch that are known to be elementwise.

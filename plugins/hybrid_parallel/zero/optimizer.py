@@ -24,8 +24,13 @@ from plugins.hybrid_parallel.zero.bucket_layout import StateMemory, look_at
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ZeroCollectives
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
-from plugins.hybrid_parallel.zero.state_dict import UserGroups, load_state_dict, place_states, state_dict_of_pieces
-from plugins.hybrid_parallel.zero.step import Stepper
+from plugins.hybrid_parallel.zero.user_optimizer import (
+    Stepper,
+    UserGroups,
+    load_state_dict,
+    place_states,
+    state_dict_of_pieces,
+)
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter, WholeParameters, full_gradients
 
 if TYPE_CHECKING:

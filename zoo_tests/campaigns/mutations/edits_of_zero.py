@@ -25,7 +25,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         (f"{_STAGES}[bert-masked_lm-dp4-zero1-adamw-clip-zero_size=2]",),
     ),
     "states stay in memory after their step": Edit(
-        "plugins.hybrid_parallel.zero.step",
+        "plugins.hybrid_parallel.zero.user_optimizer",
         "state[key], moved = place.copy_(value), True",
         "place.copy_(value)",
         (f"{_OFFLOAD}::test_states_of_one_bucket_are_in_memory_at_a_time",),

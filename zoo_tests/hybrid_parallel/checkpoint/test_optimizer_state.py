@@ -11,7 +11,7 @@ from torch import nn
 
 from plugins.hybrid_parallel.checkpoint.optimizer_state import OptimizerLoad
 from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
-from plugins.hybrid_parallel.zero.step import Stepper
+from plugins.hybrid_parallel.zero.user_optimizer import Stepper
 
 PRESENT = {"lr": 0.1, "fused": None, "capturable": False}
 

@@ -1,7 +1,7 @@
 """Offloaded optimizer states: where they are, and that a step in parts is one step.
 
-What breaks here first: an option of a group that every part advances (`plugins/hybrid_parallel/zero/step.py`),
-and loaded states that stay in memory (`step.py`).
+What breaks here first: an option of a group that every part advances, and loaded states that stay in memory. Look in
+`plugins/hybrid_parallel/zero/user_optimizer.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin, ShardedEMA
 from plugins.hybrid_parallel.offload import stores
 from plugins.hybrid_parallel.setup import optimizer as setup_optimizer
-from plugins.hybrid_parallel.zero.step import step_in_parts
+from plugins.hybrid_parallel.zero.user_optimizer import step_in_parts
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.optimizer_runs import start, train_some
 from zoo_tests.harness.optimizers import ScheduleFreeSGD

@@ -1,7 +1,7 @@
 """Parameters that are frozen and unfrozen between steps, on every layout, against the same script in plain torch.
 
 What breaks here first: two stages that do not agree whether a gradient comes back. Look in
-`plugins/hybrid_parallel/zero/step.py` and `pipeline/runtime.py`.
+`plugins/hybrid_parallel/zero/user_optimizer.py` and `pipeline/runtime.py`.
 """
 
 from __future__ import annotations

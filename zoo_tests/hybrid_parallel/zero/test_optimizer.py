@@ -21,7 +21,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.shard_report import fake_rank
 from plugins.hybrid_parallel.zero.reducer import global_norm
-from plugins.hybrid_parallel.zero.state_dict import place_states
+from plugins.hybrid_parallel.zero.user_optimizer import place_states
 from zoo_tests.harness.optimizers import ClippedSGD, DerivedAdam, Lamb, Lion, TrustAdamW
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.harness.toy import Pair, global_batch, mean_square, share_of, toy
