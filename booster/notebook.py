@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from booster.errors import ConfigurationError
+from booster.errors import ConfigurationError, checks_arguments
+from booster.failure.diagnosis import is_about_communication
 from booster.launch import launch_from_torch
 
 _SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"  # SIGINT interrupts the cell
 _MARK = "TORCHELASTIC_RUN_ID"
 
 
+@partial(checks_arguments, example="notebook_launcher(train, args=(…), num_processes=2)")
 def notebook_launcher(fn: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
     """Run `fn(*args)` on ranks that are forks of this process, and return what each returned, in rank order.
 
@@ -38,6 +44,8 @@ def notebook_launcher(fn: Callable[..., Any], args: Sequence[Any] = (), num_proc
         raise ConfigurationError(
             f"fn={fn!r} is no function; use notebook_launcher(train, args=(…)), which calls train itself"
         )
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise ConfigurationError(f"args={args!r} is no tuple of arguments; use args=({args!r},)")
     if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
         raise ConfigurationError(f"num_processes={num_processes!r} is no number of ranks; use 2")
     if _MARK in os.environ:
@@ -73,23 +81,36 @@ def notebook_launcher(fn: Callable[..., Any], args: Sequence[Any] = (), num_proc
     try:
         results = elastic_launch(config, _on_rank)(fn, tuple(args))
     except ChildFailedError as error:
-        rank, failed = error.get_first_failure()
-        raise RuntimeError(f"rank {rank} failed: {_told(failed)}") from None
+        raise RuntimeError(_told(error)) from None
     finally:
         logger.setLevel(level)
     return [results[rank] for rank in range(num_processes)]
 
 
-def _told(failed: ProcessFailure) -> str:
-    """Return the error of a rank, and where it was raised."""
-    message = (failed.error_file_data or {}).get("message")
-    if not isinstance(message, dict):
-        return failed.message
-    return f"{message['message']}\n{message['extraInfo']['py_callstack']}"
+def _told(error: ChildFailedError) -> str:
+    """Return which rank failed first, its error, and where it was raised.
+
+    Elastic names the process that ended first, which may be one whose connection another rank has closed.
+    """
+    rank, failed = error.get_first_failure()
+    files = sorted(Path(failed.error_file).parent.parent.glob("*/error.json"))
+    raised = {int(file.parent.name): json.loads(file.read_text())["message"] for file in files}
+    causes = [each for each in raised if not is_about_communication(RuntimeError(raised[each]["message"]))]
+    rank = rank if rank in causes or not causes else causes[0]
+    if rank in raised:
+        return f"rank {rank} failed: {raised[rank]['message']}\n{raised[rank]['extraInfo']['py_callstack']}"
+    ended = failed.message if failed.exitcode < 0 else f"it ended with exit code {failed.exitcode}"
+    return f"rank {rank} failed: {ended}"
 
 
 def _on_rank(fn: Callable[..., Any], args: tuple) -> Any:
     # What OpenMP's threads of the notebook have done does not survive a fork: a second thread would wait for ever.
     torch.set_num_threads(1)
     launch_from_torch(seed=None)
-    return fn(*args)
+    result = fn(*args)
+    try:
+        ForkingPickler.dumps(result)
+    except Exception as error:
+        what = f"what {fn.__name__} returns cannot leave its rank ({error})"
+        raise TypeError(f"{what}; return numbers or CPU tensors, and save models in {fn.__name__}") from None
+    return result

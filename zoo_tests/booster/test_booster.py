@@ -126,13 +126,8 @@ def test_what_boost_refuses() -> None:
         booster.boost(model, nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match="cannot take a int"):
         booster.boost(model, 3)
-
-
-def test_names_of_other_libraries_lead_to_ours() -> None:
-    with pytest.raises(AttributeError, match=r"Booster has no initialize; use model, optimizer, … = booster.boost\("):
-        Booster(SingleProcessPlugin()).initialize()
     with pytest.raises(AttributeError, match="Booster has no other$"):
-        Booster(SingleProcessPlugin()).other()
+        booster.other()
 
 
 def test_a_third_partys_plugin_trains() -> None:

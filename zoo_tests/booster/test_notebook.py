@@ -52,6 +52,8 @@ def train(steps, fails=False):
     found = losses(model, lambda loss: booster.backward(loss, optimizer), optimizer, steps)
     if fails and int(os.environ["RANK"]) == 1:
         raise ValueError("bad luck")
+    if fails:
+        torch.distributed.barrier()  # its connection ends with rank 1
     return found
 """
 _TRAIN = """
@@ -63,6 +65,9 @@ for _ in range(2):
 for call, sentence in (
     (lambda: notebook_launcher(train, (1, True)), "rank 1 failed: ValueError: bad luck"),
     (lambda: notebook_launcher(train, num_processes=0), "num_processes=0 is no number of ranks; use 2"),
+    (lambda: notebook_launcher(train, "3"), "args='3' is no tuple of arguments; use args=('3',)"),
+    (lambda: notebook_launcher(lambda: lambda: 1), "rank 0 failed: TypeError: what <lambda> returns cannot leave"),
+    (lambda: notebook_launcher(sys.exit, (3,)), "rank 0 failed: it ended with exit code 3"),
     (lambda: notebook_launcher(3), "fn=3 is no function; use notebook_launcher(train, args=(…))"),
 ):
     try:

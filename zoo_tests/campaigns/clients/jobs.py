@@ -97,7 +97,7 @@ _EXAMPLES = {
     ),
 }
 # Whose samples, or dropout, draw random numbers, so that they depend on how many processes there are.
-_DRAWN = ("mlm", "plm", "image_classification", "mae", "mim", "grpo", "rloo", "transformer", "train")
+_DRAWN = ("mlm", "plm", "image_classification", "mae", "mim", "transformer", "train", "grpo", "rloo", "distillation")
 # accelerate reads a batch ahead, which draws for it before an evaluation: these end with an epoch.
 _STEPS, _WHOLE_EPOCHS = re.compile(r"--max(_train)?_steps 5"), "--num_train_epochs 2"
 
