@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         ConfigurationError: an option is unknown, a value is invalid, or the script is missing.
     """
-    options = parser().parse_args(arguments)
+    options = options_of(arguments)
     elastic = is_elastic(options)
     if not elastic:
         options.nproc_per_node = options.nproc_per_node or "1"
@@ -180,6 +180,21 @@ def _leave_now(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def options_of(arguments: list[str]) -> argparse.Namespace:
+    """Parse a command line, of which all behind the script's name is the script's.
+
+    Before 3.12 argparse takes a `--n` there for the start of `--nnodes`, and refuses it.
+    """
+    command, place = parser(), 0
+    takes_value = {name: each.nargs is None for each in command._actions for name in each.option_strings}
+    while place < len(arguments) and arguments[place].startswith("-"):
+        word = arguments[place]
+        place += 1 + next((takes for name, takes in takes_value.items() if name.startswith(word)), False)
+    options = command.parse_args(arguments[: place + 1])
+    options.training_script_args = arguments[place + 1 :]
+    return options
 
 
 def parser() -> argparse.ArgumentParser:

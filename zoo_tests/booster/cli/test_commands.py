@@ -101,6 +101,7 @@ def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str], arguments
         ("", ["--epochs", "3", "layout"], False),
         ('parser.add_argument("--layout")', ["--layout=tp=2"], False),
         ("layout: str = ''", ["--layout", "two columns"], False),
+        ("", ["--n", "3", "--nproc", "-h"], False),  # which argparse would take for beginnings of our options
     ],
 )
 def test_an_option_behind_the_script_is_told_unless_the_script_takes_it(
@@ -108,7 +109,9 @@ def test_an_option_behind_the_script_is_told_unless_the_script_takes_it(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(source)
-    note = run._misplaced(run.parser().parse_args([str(script), *arguments]))
+    options = run.options_of(["--nproc-per-node", "2", "--max-restarts=1", "--nnode", "1", str(script), *arguments])
+    assert (options.nproc_per_node, options.training_script_args) == ("2", arguments)
+    note = run._misplaced(options)
     assert (note is not None) is is_told
     assert note is None or note.endswith(f"write `booster run --nproc-per-node … {script}`")
 
