@@ -22,7 +22,7 @@ from booster.errors import ConfigurationError
 from booster.plugin import Plugin, TrainingObjects
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.atomic_save import Staging
-from plugins.hybrid_parallel.checkpoint.chunk_storage import describe_tensors, read_from_ranks
+from plugins.hybrid_parallel.checkpoint.dcp_storage import describe_tensors, read_from_ranks
 from plugins.hybrid_parallel.checkpoint.global_tensor import buffers_of_earlier_stages
 from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest
 from plugins.hybrid_parallel.checkpoint.training_state import StateSnapshot, manifest_of, restore, take_snapshot

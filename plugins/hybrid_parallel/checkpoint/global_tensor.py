@@ -2,8 +2,8 @@
 
 Checkpoints store whole tensors under Hugging Face names. A rank holds a shard along one dim (tensor parallelism), which
 may consist of several parts (a fused query-key-value weight), and of this shard a range of flattened elements (ZeRO).
-Both are exact unions of rectangles of the whole tensor, which open under any layout. A save gathers nothing, and each
-rank writes only its own data.
+Both are exact unions of rectangles of the whole tensor, which `torch.distributed.checkpoint` can store and reshard. A
+save gathers nothing, and each rank writes only its own data.
 
 Files of whole tensors do need a gather: on the first rank of a group, or as a state dict on every rank.
 """
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
@@ -43,9 +45,14 @@ class TensorChunk:
     sizes: Sizes
     values: Tensor  # elements of the rectangle, of shape `sizes`; a view of the rank's own memory
 
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Position and shape of this rectangle, as `torch.distributed.checkpoint` describes them."""
+        return ChunkStorageMetadata(offsets=torch.Size(self.offsets), sizes=torch.Size(self.sizes))
+
 
 class GlobalTensor:
-    """The local rectangles of a whole tensor."""
+    """The local rectangles of a whole tensor; `torch.distributed.checkpoint` accepts it instead of a tensor."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, rectangles: Sequence[TensorChunk]) -> None:
         self.shape, self.dtype, self.rectangles = tuple(shape), dtype, list(rectangles)
@@ -67,6 +74,28 @@ class GlobalTensor:
             view = flat[begin : begin + math.prod(sizes)].view(sizes)
             found += [TensorChunk(*place, part) for place, part in _in_whole(spec, offsets, view)]
         return cls(spec.full_shape, values.dtype, found)
+
+    # ----- the protocol of torch.distributed.checkpoint -----
+
+    def size(self) -> torch.Size:
+        """Return the shape of the whole tensor."""
+        return torch.Size(self.shape)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:  # noqa: PLW3201
+        return [
+            WriteItem(
+                index=MetadataIndex(name, each.chunk.offsets, index),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(each.chunk, TensorProperties(dtype=self.dtype), self.size()),
+            )
+            for index, each in enumerate(self.rectangles)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # noqa: PLW3201
+        return [each.chunk for each in self.rectangles]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:  # noqa: PLW3201
+        return next(each.values for each in self.rectangles if each.offsets == tuple(index.offset))
 
 
 def rectangles_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:

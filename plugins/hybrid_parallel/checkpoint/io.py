@@ -32,7 +32,7 @@ from plugins.hybrid_parallel.checkpoint.atomic_save import (
     partial_directory,
     remove_remains,
 )
-from plugins.hybrid_parallel.checkpoint.chunk_storage import read_tensors, write_tensors
+from plugins.hybrid_parallel.checkpoint.dcp_storage import read_tensors, write_tensors
 from plugins.hybrid_parallel.checkpoint.global_tensor import (
     PREFIX,
     GlobalTensor,

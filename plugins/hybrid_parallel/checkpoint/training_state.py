@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler
 from booster.errors import ConfigurationError
 from booster.plugin import take_state
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
-from plugins.hybrid_parallel.checkpoint.chunk_storage import Ints, read_from_ranks, write_tensors
+from plugins.hybrid_parallel.checkpoint.dcp_storage import Ints, read_from_ranks, write_tensors
 from plugins.hybrid_parallel.checkpoint.global_tensor import (
     GlobalTensor,
     clear_padding,

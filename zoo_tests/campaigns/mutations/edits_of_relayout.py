@@ -8,7 +8,7 @@ _TESTS = "zoo_tests/hybrid_parallel/relayout/test_relayout.py"
 
 EDITS_OF_RELAYOUT: dict[str, Edit] = {
     "parts of chunks read from their start": Edit(
-        "plugins.hybrid_parallel.checkpoint.chunk_storage",
+        "plugins.hybrid_parallel.checkpoint.dcp_storage",
         "chunk = chunk.narrow(dim, start, size)",
         "chunk = chunk.narrow(dim, 0, size)",
         (f"{_TESTS}::test_the_bits_of_a_save_and_a_load[llama]",),

@@ -227,7 +227,7 @@ def _fill(disk: Path) -> None:
     assert training.load(disk, resume="latest") == 4
 
 
-_PLACES = ("atomic_save.Staging.copy", "io.take_snapshot", "chunk_storage.TensorFileWriter")
+_PLACES = ("atomic_save.Staging.copy", "io.take_snapshot", "dcp_storage.TensorFileWriter")
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("out of memory"), TypeError("a bug")], ids=repr)

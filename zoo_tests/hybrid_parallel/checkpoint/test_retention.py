@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.checkpoint import atomic_save as partial
-from plugins.hybrid_parallel.checkpoint.chunk_storage import write_tensors
+from plugins.hybrid_parallel.checkpoint.dcp_storage import write_tensors
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 from zoo_tests.harness.ranks import distributed, under_load
 from zoo_tests.hybrid_parallel.checkpoint.test_atomic_save import names
@@ -162,7 +162,7 @@ _SCRIPT = """
 import sys, tempfile, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from plugins.hybrid_parallel.checkpoint import chunk_storage
+from plugins.hybrid_parallel.checkpoint import dcp_storage
 from plugins.hybrid_parallel.checkpoint.atomic_save import PendingSave
 from zoo_tests.campaigns.crashes.marked import MarkedTraining
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

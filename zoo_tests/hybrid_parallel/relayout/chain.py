@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.checkpoint import chunk_storage
+from plugins.hybrid_parallel.checkpoint import dcp_storage
 from zoo_tests.harness.case import Recipe
 
 GLOBAL_BATCH = 8
@@ -60,7 +60,7 @@ def boosted(recipe: Recipe, layout: str, options: dict[str, Any]) -> tuple[Boost
 def moved(booster: Booster, objects: Objects, recipe: Recipe, layout: str, options: dict[str, Any]) -> Any:
     """Change the layout of the running job, in many rounds."""
     plugin = HybridParallelPlugin(**LAYOUTS[layout], **options, precision=_precision(recipe), max_norm=1.0, seed=5)
-    with patch.object(chunk_storage, "_ROUND_BYTES", 2**12):
+    with patch.object(dcp_storage, "_ROUND_BYTES", 2**12):
         return booster, booster.relayout(plugin, *objects)
 
 
