@@ -129,10 +129,12 @@ class Policy(ABC):
         repeats_layers: whether a layer may run several times, so that pipeline stages share its parameters.
         uneven_heads: whether ranks may have different numbers of heads, because the attention derives the number from
             the weights.
+        shared_heads: what users call `num_key_value_heads`, which ranks may copy; None where none may.
         names_norms: whether the table names the norms; if not, they are found by what their classes compute.
         replicate_unlisted: whether modules that the table does not name are replicated instead of causing an error.
         cuts_attention: whether attention heads are sharded over ranks.
         origin: who wrote the policy.
+        plan: tensor-parallel style of each path of the model, with `*` for numbers; empty for a table of classes.
     """
 
     origin = Origin.USER
@@ -149,9 +151,11 @@ class Policy(ABC):
     own_attention: Mapping[str, type[nn.Module]] = {}
     repeats_layers = False
     uneven_heads = False
+    shared_heads: str | None = None
     names_norms = True
     replicate_unlisted = False
     cuts_attention = True
+    plan: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self.model: nn.Module | None = None
@@ -230,6 +234,10 @@ class Policy(ABC):
                 "use enable_sequence_parallelism=False"
             )
         problems += self._layers_at_random()
+        shared = None if self.shared_heads is None else config.num_key_value_heads
+        if shared is not None and shared % self.tp_size and self.tp_size % shared and not self.uneven_heads:
+            clash = f"tp_size={self.tp_size} neither divides {self.shared_heads}={shared} nor is a multiple of it"
+            problems.append(f"{clash}; use {divisors_phrase(shared)}")
         size = self.shard_config.tensor_parallel_size
         is_uneven = self.uneven_heads and not self.shard_config.uses_ulysses
         return problems + [
@@ -261,6 +269,10 @@ class Policy(ABC):
     def exchanges_heads(self) -> bool:
         """Return whether the layers can have parts of sequences between attentions that exchange them for heads."""
         return self.supports_ulysses and self._may_cut_sequence()
+
+    def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
+        """Return the number of heads of a projection to or from `features`; None if nothing tells of any."""
+        return None
 
     def check_hidden_states(self, classes: Collection[str]) -> list[str]:
         """Return the problems of a model in `classes`, whose heads read the hidden states of all layers."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from shardformer.distributed.collectives import copy_to_region
 from shardformer.layers import ColumnParallelLinear, GatedRMSNorm, RowParallelLinear, StateSpaceProjection
 from shardformer.matmul.quantised import is_quantised
-from shardformer.policies.base import ModulePolicyDescription, PartChange, SubModuleReplacementDescription
+from shardformer.policies.base import ModulePolicyDescription, PartChange, Policy, SubModuleReplacementDescription
 from shardformer.policies.feature_counts import HEAD_COUNTS, HEAD_NORM, names_read
 from shardformer.policies.module_edits import (
     has_norms_of_heads,
@@ -40,24 +40,6 @@ from shardformer.shard_spec import Part, ShardSpec
 from shardformer.utils.module_paths import alias_buffers, alias_parameters, join, starred
 
 MIXER = "attention_heads"  # the style of a part that a rule cuts
-
-
-class HeadCounts(Protocol):
-    """The part of the policy of a plan that styles and rules read."""
-
-    model: nn.Module
-    shard_config: ShardConfig
-
-    @property
-    def plan(self) -> Mapping[str, str]:
-        """The style of each path of the model, with `*` for numbers."""
-
-    @property
-    def tp_size(self) -> int:
-        """Number of ranks that each weight is sharded over."""
-
-    def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
-        """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
 
 
 class Mixer:
@@ -79,7 +61,7 @@ class Mixer:
         modules = model.named_modules()
         return {starred(join(path, name)): MIXER for path, module in modules for name in self.parts(module)}
 
-    def change(self, policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | str | None:
+    def change(self, policy: Policy, owner: nn.Module, name: str) -> PartChange | str | None:
         """Return how a part of such a module is sharded, or its style; None if every rank has all of it."""
         raise NotImplementedError
 
@@ -87,7 +69,7 @@ class Mixer:
         """Return a rank's counts of heads and features; empty if it has all, or for a module of another kind."""
         return {}
 
-    def complete(self, policy: HeadCounts, path: str, owner: nn.Module, description: ModulePolicyDescription) -> None:
+    def complete(self, policy: Policy, path: str, owner: nn.Module, description: ModulePolicyDescription) -> None:
         """Add to the description of a module of any kind, whose parts are described, what styles do not tell."""
         description.attribute_replacement |= self.local_counts(owner, policy.shard_config)
 
@@ -95,7 +77,7 @@ class Mixer:
 class FeedForward(Mixer):
     """The rule of feed-forwards, gated or not, whose linear layers a plan names."""
 
-    def complete(self, policy: HeadCounts, path: str, owner: nn.Module, description: ModulePolicyDescription) -> None:
+    def complete(self, policy: Policy, path: str, owner: nn.Module, description: ModulePolicyDescription) -> None:
         """Add activations with parameters, and those that depend on all features."""
         description.sub_module_replacement += _learned_activations(owner, description)
         description.param_replacement += _feature_statistics(policy, owner, description)
@@ -113,7 +95,7 @@ def _learned_activations(
 
 
 def _feature_statistics(
-    policy: HeadCounts, owner: nn.Module, description: ModulePolicyDescription
+    policy: Policy, owner: nn.Module, description: ModulePolicyDescription
 ) -> list[Callable[[nn.Module], None]]:
     """Return the change of a feed-forward whose activation depends on all of its features."""
     targets = {replacement.target_module for replacement in description.sub_module_replacement}
@@ -136,14 +118,14 @@ class Experts(Mixer):
 class Attention(Mixer):
     """The rule of attention whose projections a plan names."""
 
-    def complete(self, policy: HeadCounts, path: str, owner: nn.Module, description: ModulePolicyDescription) -> None:
+    def complete(self, policy: Policy, path: str, owner: nn.Module, description: ModulePolicyDescription) -> None:
         """Add norms of heads, and the local number of query heads of a key/value head."""
         description.attribute_replacement |= _local_groups(policy, path, owner)
         description.sub_module_replacement += _head_norms(policy, path, owner)
         description.param_replacement += _norms_by_head(policy, path, owner)
 
 
-def _local_groups(policy: HeadCounts, path: str, owner: nn.Module) -> dict[str, int]:
+def _local_groups(policy: Policy, path: str, owner: nn.Module) -> dict[str, int]:
     """Return the local number of query heads per key/value head if key/value heads are copied; else nothing."""
     groups = getattr(owner, "num_key_value_groups", None)
     # A part of an attention may count them as well (NeoMME).
@@ -161,7 +143,7 @@ def _local_groups(policy: HeadCounts, path: str, owner: nn.Module) -> dict[str, 
     return {"num_key_value_groups": groups * kv_heads // policy.tp_size}
 
 
-def _head_norms(policy: HeadCounts, path: str, owner: nn.Module) -> list[SubModuleReplacementDescription]:
+def _head_norms(policy: Policy, path: str, owner: nn.Module) -> list[SubModuleReplacementDescription]:
     """Return norms of heads missing in the plan: parameters are replicated, but see only a rank's own heads."""
     head_dim = getattr(owner, "head_dim", None)
     return [
@@ -171,7 +153,7 @@ def _head_norms(policy: HeadCounts, path: str, owner: nn.Module) -> list[SubModu
     ]
 
 
-def _norms_by_head(policy: HeadCounts, path: str, owner: nn.Module) -> list[Callable[[nn.Module], None]]:
+def _norms_by_head(policy: Policy, path: str, owner: nn.Module) -> list[Callable[[nn.Module], None]]:
     """Return changes that give each rank the norms of its heads: weights [heads, head_dim], or a list of norms."""
     head_dim, changes = getattr(owner, "head_dim", None), []
     for name, norm in _forgotten_norms(policy, path, owner):
@@ -182,7 +164,7 @@ def _norms_by_head(policy: HeadCounts, path: str, owner: nn.Module) -> list[Call
     return changes
 
 
-def _forgotten_norms(policy: HeadCounts, path: str, owner: nn.Module) -> list[tuple[str, nn.Module]]:
+def _forgotten_norms(policy: Policy, path: str, owner: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (name, norm) of head norms after column-parallel projections that the plan does not name."""
     if policy.plan.get(starred(join(path, "q_proj"))) != "colwise":
         return []
@@ -214,7 +196,7 @@ class LatentAttention(Mixer):
         """Return the names of the parts that depend on heads."""
         return [name for name in _STYLES if getattr(module, name, None) is not None] if _is_plain(module) else ()
 
-    def change(self, policy: HeadCounts, owner: nn.Module, name: str) -> str:
+    def change(self, policy: Policy, owner: nn.Module, name: str) -> str:
         """Return the style of a part under these options."""
         config = policy.shard_config
         is_cut = owner.num_heads % config.tensor_parallel_size == 0 and not config.computes_in_blocks
@@ -252,7 +234,7 @@ class StateSpace(Mixer):
             counts["conv_dim"] = counts["intermediate_size"] + 2 * counts["n_groups"] * owner.ssm_state_size
         return counts
 
-    def change(self, policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | None:
+    def change(self, policy: Policy, owner: nn.Module, name: str) -> PartChange | None:
         """Return how a part is sharded; None if every rank has all of it."""
         config = policy.shard_config
         if not _divides_channels(owner, config):
@@ -470,7 +452,7 @@ class DeltaNet(Mixer):
             return {}
         return {name: getattr(owner, name) // size for name in form.heads + form.features}
 
-    def change(self, policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | None:
+    def change(self, policy: Policy, owner: nn.Module, name: str) -> PartChange | None:
         """Return how a part is sharded; None if every rank has all of it."""
         return change_of(owner, name, policy.shard_config)
 

@@ -23,8 +23,9 @@ from shardformer.policies.base import Policy
 from shardformer.policies.plans.plan import (
     completion_of,
     declared_head_losses_of,
-    declared_plan_of,
-    proposed_plan_of,
+    declared_plan,
+    family_of,
+    proposed_plan,
 )
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.plans.stages import is_below
@@ -141,13 +142,14 @@ def policy_for(model: nn.Module) -> Policy:
         policy = family_policy_of(cls) or (None if is_of_family else _named_like(cls.__name__))
         if policy is not None:
             return policy()
-        declared = declared_plan_of(cls)
+        declared = declared_plan(family_of(cls))
         # A module of the user's may be derived from the base class of a family, which has no forward.
         if declared is not None and getattr(cls, "forward", nn.Module.forward) is not nn.Module.forward:
             return PlanPolicy(declared)
     if not type(model).__module__.startswith("transformers.") and _is_around_backbones(model):
         return BackbonePolicy(policy_for)
-    derived = next((plan for cls in type(model).__mro__ if (plan := proposed_plan_of(cls)) is not None), None)
+    families = map(family_of, type(model).__mro__)
+    derived = next((plan for family in families if (plan := proposed_plan(family)) is not None), None)
     has_plan = bool(getattr(model, "tp_plan", None))
     if has_plan or derived is not None or completion_of(type(model)) is not None:
         return PlanPolicy(None if has_plan else derived)

@@ -92,9 +92,6 @@ class UserPolicy(Policy):
         """Return no head counts: the tensor-parallel size need not divide any."""
         return {}
 
-    def heads_of(self, owner: nn.Module, name: str, features: int) -> None:
-        """Return None: users give numbers of heads as options of a style."""
-
     @abstractmethod
     def entries(self) -> Mapping[str, PlanEntry]:
         """Return the style of each part, by its path in the model."""

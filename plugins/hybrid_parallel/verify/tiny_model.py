@@ -1,10 +1,13 @@
 """Build the tiny model: the same class and configuration, with small sizes instead of large ones.
 
-Fields are recognized by their names. Nothing here depends on the model family, except for `family_fields.json`: the
-fields of a family in addition to the usual small sizes, by model_type, or by the class of a configuration without one.
-`like` names groups of fields, and "DEFAULT" stands for the default of the configuration's class. `switches` has what
-defaults leave out and checkpoints have, or a plan may leave out: tests train with it, and a tiny model of a user's
-configuration has what that says.
+Fields are recognized by their names, which `family_fields.json` has: `names` of kinds of fields, and small `sizes`.
+Among `choices`, None, 0 or a value below the small size is a choice of architecture, which the tiny model keeps; those
+`of_the_whole` say nothing of it.
+
+`fields` are those of a family in addition, by model_type, or by the class of a configuration without one. `like` names
+`groups` of them, and "DEFAULT" stands for the default of the configuration's class. `switches` has what defaults leave
+out and checkpoints have, or a plan may leave out: tests train with it, and a tiny model of a user's configuration has
+what that says.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.random_batch import batch_for, cast
 from shardformer.distributed.random import random_numbers_apart
 
-_TABLE = Path(__file__).parent / "family_fields.json"
 _INDEXES = ("idx", "indices", "indexes")
 _PERIODS = ("period", "interval", "every_n", "pattern", "sparse_step", "layer_step")
 
@@ -98,57 +100,11 @@ _MISSING = object()
 _HEAD_DIM = 8
 _SEED = 20
 _MOST_PARAMETERS = 10_000_000
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_hidden_size", "word_embed_proj_dim")
-_WIDTHS = ("hidden_size", "condition_dim", "adapter_in_dim", "adapter_out_dim", "adapter_input_size")
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers")
-_ALL_LAYERS = (*_LAYERS, "num_encoder_layers", "decoder_layers", "encoder_num_layers", "decoder_num_layers")
-_SIZES: dict[str, Any] = {
-    **dict.fromkeys(("head_dim", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), _HEAD_DIM),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "hidden_dim", "n_inner", "ffn_hidden_size"), 48),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size_mlp"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "embedding_size"), 16),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "seq_length"), 64),
-    **dict.fromkeys(("vocab_size", "padded_vocab_size", "text_vocab_size"), 101),
-    # Fewer keys than a sample has tokens: sparse attention then leaves some out.
-    **dict.fromkeys(("index_topk", "index_n_heads"), 4),
-    **dict.fromkeys(("index_block_size", "index_topk_blocks"), 2),
-    "index_head_dim": 16,
-    "rotary_dim": 4,
-    "linear_head_dim": _HEAD_DIM,
-    "linear_num_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-    "sliding_window": 5,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 0,
-}
-# In these fields None, 0 or a value below the small size is an architectural choice, which the tiny model keeps.
-_CHOICES = frozenset(
-    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k")
-    + (
-        "moe_topk",
-        "num_experts_per_token",
-        "top_k_experts",
-        "n_group",
-        "topk_group",
-        "n_shared_experts",
-        "first_k_dense_replace",
-    )
-    + ("q_lora_rank", "sliding_window", "rotary_dim", "num_decoder_layers")
-)
-_NOT_OF_A_TWIN = frozenset(
-    ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type", "quantization_config")
-    + ("out_features", "out_indices", "stage_names")  # these belong to a backbone with more stages
-    + ("per_layer_config",)  # made of the kinds of layers
-)
+_TABLE = json.loads(Path(__file__).with_name("family_fields.json").read_text(encoding="utf-8"))
+_SIZES: dict[str, Any] = _TABLE["sizes"]
+_NAMES = {kind: tuple(names) for kind, names in _TABLE["names"].items()}
+_HEADS, _KV_HEADS, _HIDDEN, _LAYERS = (_NAMES[kind] for kind in ("heads", "kv_heads", "hidden", "layers"))
+_ALL_LAYERS = (*_LAYERS, *_NAMES["tower_layers"])
 
 
 @dataclass(frozen=True)
@@ -332,7 +288,7 @@ def _hidden_sizes(config: Any) -> Iterator[int]:
 
 def _is_linked(name: str, value: Any, widths: frozenset[int]) -> bool:
     """Check whether a field is the hidden size of another part of the model, as the width of a projection to it."""
-    is_width = name.endswith(_WIDTHS) and name not in (*_HIDDEN, *_SIZES)
+    is_width = name.endswith(_NAMES["widths"]) and name not in (*_HIDDEN, *_SIZES)
     return is_width and isinstance(value, int) and value in widths
 
 
@@ -342,7 +298,7 @@ def _named_sizes() -> Iterator[str]:
 
 def _small(name: str, own: Any, config: Any, sizes: TwinSizes, layers: int) -> dict[str, Any]:
     """Return the small value of a field; empty if the field is not a size or keeps its value."""
-    if sizes.is_faithful and name in _CHOICES and (own is None or (isinstance(own, int) and own == 0)):
+    if sizes.is_faithful and name in _NAMES["choices"] and (own is None or (isinstance(own, int) and own == 0)):
         return {}
     if name in _KV_HEADS:
         return {name: _small_kv_heads(config, sizes)}
@@ -351,7 +307,7 @@ def _small(name: str, own: Any, config: Any, sizes: TwinSizes, layers: int) -> d
             return {name: value}
     if name not in _SIZES:
         return {}
-    if sizes.is_faithful and name in _CHOICES and isinstance(own, int):
+    if sizes.is_faithful and name in _NAMES["choices"] and isinstance(own, int):
         return {name: min(own, _SIZES[name])}
     return {name: _SIZES[name]}
 
@@ -407,10 +363,9 @@ def _small_rope(own: Mapping[str, Any], share: float | None) -> dict[str, Any]:
 
 def family_fields(kind: str, section: str) -> dict[str, Any]:
     """Return what `family_fields.json` has for a family, in its section "fields" or "switches": field -> value."""
-    table = json.loads(_TABLE.read_text(encoding="utf-8"))
-    own = table[section].get(kind, {})
+    own = _TABLE[section].get(kind, {})
     found: dict[str, Any] = {}
-    for fields in (*(table["groups"][name] for name in own.get("like", ())), own):
+    for fields in (*(_TABLE["groups"][name] for name in own.get("like", ())), own):
         found |= {name: value for name, value in fields.items() if name not in ("like", "why")}
     return found
 
@@ -434,7 +389,9 @@ def _own_values(config: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in own.items()
-        if not name.startswith("_") and name not in _NOT_OF_A_TWIN and (name not in usual or usual[name] != value)
+        if not name.startswith("_")
+        and name not in _NAMES["of_the_whole"]
+        and (name not in usual or usual[name] != value)
     }
 
 

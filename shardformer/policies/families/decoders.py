@@ -19,7 +19,6 @@ from shardformer.policies.module_edits import use_local_biases
 from shardformer.policies.rules import GATHERS, HEADS, Entry, TablePolicy, local, own, rules, variant
 from shardformer.shard_spec import Part
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout, ZeroEmbedding
-from shardformer.utils.module_paths import divisors_phrase
 
 
 class LlamaPolicy(TablePolicy):
@@ -33,19 +32,12 @@ class LlamaPolicy(TablePolicy):
     heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
     stages = StageLayout(layers="layers", first={"embed_tokens": Received}, every=("rotary_emb",), last=("norm",))
     supports_sequence_parallel = True
+    shared_heads = "num_key_value_heads"
 
     @property
     def uneven_heads(self) -> bool:
         """Whether every rank has a key/value head of its own."""
         return self.model.config.num_key_value_heads >= self.tp_size
-
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; key/value heads must fit the number of ranks."""
-        kv_heads = self.model.config.num_key_value_heads
-        if kv_heads < self.tp_size and self.tp_size % kv_heads:
-            clash = f"tp_size={self.tp_size} neither divides num_key_value_heads={kv_heads} nor is a multiple of it"
-            return [*super().check(), f"{clash}; use {divisors_phrase(kv_heads)}"]
-        return super().check()
 
     def _query_units(self) -> int:
         """Return the number of units of query heads that are not split: those of a key/value head stay with it."""
@@ -321,14 +313,7 @@ class ChatGLM2Policy(TablePolicy):
         last=("encoder.final_layernorm", "output_layer"),
     )
     supports_sequence_parallel = True
-
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; key/value groups must fit the number of ranks."""
-        groups = self.model.config.num_key_value_heads
-        if groups % self.tp_size and self.tp_size % groups:
-            clash = f"tp_size={self.tp_size} neither divides multi_query_group_num={groups} nor is a multiple of it"
-            return [*super().check(), f"{clash}; use {divisors_phrase(groups)}"]
-        return super().check()
+    shared_heads = "multi_query_group_num"
 
     @property
     def table(self) -> Mapping[str, list[Entry]]:

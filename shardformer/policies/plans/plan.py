@@ -26,9 +26,8 @@ from shardformer.layers.linear import out_features
 from shardformer.loss import heads, text
 from shardformer.loss.heads import LOSSES, USUAL_HEAD_LOSSES, HeadLosses, head_loss_of_kind
 from shardformer.matmul.native import is_linear
-from shardformer.policies.base import Origin
+from shardformer.policies.base import Origin, Policy
 from shardformer.policies.feature_counts import HEAD_NORM
-from shardformer.policies.mixers import HeadCounts
 from shardformer.policies.plans.stages import (
     ENCODED_INPUTS,
     ExecutionOrder,
@@ -160,7 +159,7 @@ class Plan:
         """Return the stage layout of the model; None if it cannot be split."""
         names = (*(each.__name__ for each in type(model).__mro__), "*")
         orders = self.execution
-        if not orders and (derived := proposed_plan_of(type(model))) is not None:
+        if not orders and (derived := proposed_plan(family_of(type(model)))) is not None:
             orders = derived.execution
         execution = next((orders[name] for name in names if name in orders), None)
         if execution is not None:
@@ -340,16 +339,6 @@ def proposed_plans() -> dict[str, Plan]:
     return {family: proposed_plan(family) for family in families_in("proposed.json")}
 
 
-def declared_plan_of(cls: type) -> Plan | None:
-    """Return the plan of the family that a transformers model class belongs to; None if it has none."""
-    return declared_plan(family_of(cls))
-
-
-def proposed_plan_of(cls: type) -> Plan | None:
-    """Return the derived plan of the family that a transformers model class belongs to; None if it has none."""
-    return proposed_plan(family_of(cls))
-
-
 def divides_sequences(cls: type, way: str) -> bool:
     """Return whether the class, or its family, was seen to train right where ranks have parts of sequences.
 
@@ -395,7 +384,7 @@ class Completion:
     # path of a module with parts in `derived` -> names of the classes from which they were derived
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def fitting(self, model: nn.Module, policy: HeadCounts) -> Plan:
+    def fitting(self, model: nn.Module, policy: Policy) -> Plan:
         """Return the parts that fit a model; columns and rows of one product stay whole together."""
         styles = self.derived.styles_of(model)
         owners: dict[str, list[nn.Module]] = {}
@@ -414,7 +403,7 @@ class Completion:
         local = {end: names for end, names in self.derived.local.items() if any(ends_in(path, end) for path in kept)}
         return Plan(fitting | Plan(self.declared).styles_of(model), local)
 
-    def _fits(self, path: str, styles: Mapping[str, str], owner: nn.Module, policy: HeadCounts) -> bool:
+    def _fits(self, path: str, styles: Mapping[str, str], owner: nn.Module, policy: Policy) -> bool:
         at, _, name = path.rpartition(".")
         if type(owner).__name__ not in (lookup(at, self.classes) or ()):
             return False
@@ -475,7 +464,7 @@ def norms_all_heads(owner: nn.Module) -> bool:
     return isinstance(getattr(owner, "head_dim", None), int) and bool(sizes - {owner.head_dim})
 
 
-def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: HeadCounts, may_be_copied: Sequence[str]) -> bool:
+def _has_whole_heads(owner: nn.Module, name: str, style: str, policy: Policy, may_be_copied: Sequence[str]) -> bool:
     """Return whether each rank gets whole heads of a projection; true for what is not one to attention heads."""
     module = getattr(owner, name, None)
     if style not in COLUMNS or not isinstance(module, nn.Module) or not is_linear(module):

@@ -32,8 +32,9 @@ from shardformer.policies.plans.plan import (
     Plan,
     completion_of,
     divides_sequences,
+    family_of,
     norms_all_heads,
-    proposed_plan_of,
+    proposed_plan,
 )
 from shardformer.policies.plans.sequence import (
     add_sequence_regions,
@@ -183,7 +184,8 @@ class PlanPolicy(Policy):
         if self.declared is not None:
             return self.declared.stages_of(self.model)
         if getattr(self.model.config, "is_encoder_decoder", False):
-            derived = proposed_plan_of(type(self.model))  # a plan does not tell which encoder outputs the decoder reads
+            # A plan does not tell which outputs of the encoder its decoder reads.
+            derived = proposed_plan(family_of(type(self.model)))
             return None if derived is None else derived.stages_of(self.model)
         # A completion may name towers, too.
         return stage_layout(self.model, layer_paths(self.model, self._own_styles or self.plan))

@@ -18,8 +18,14 @@ from shardformer.layers import (
     VocabParallelLMHead,
 )
 from shardformer.layers.linear import in_features, out_features
-from shardformer.policies.base import ModulePolicyDescription, PartChange, PlanEntry, SubModuleReplacementDescription
-from shardformer.policies.mixers import MIXER, HeadCounts, rule_of
+from shardformer.policies.base import (
+    ModulePolicyDescription,
+    PartChange,
+    PlanEntry,
+    Policy,
+    SubModuleReplacementDescription,
+)
+from shardformer.policies.mixers import MIXER, rule_of
 from shardformer.policies.module_edits import (
     divide_bias_of_partial_sums,
     drop_behind_activation,
@@ -41,7 +47,7 @@ Style = Callable[..., PartChange | None]  # of a policy, the owner of a part, it
 
 
 def lowered(
-    policy: HeadCounts, parts: Iterable[tuple[str, nn.Module, str]], entries: Mapping[str, PlanEntry]
+    policy: Policy, parts: Iterable[tuple[str, nn.Module, str]], entries: Mapping[str, PlanEntry]
 ) -> dict[str, ModulePolicyDescription]:
     """Return the table of changes that the styles of parts stand for, by paths of their owners.
 
@@ -62,7 +68,7 @@ def lowered(
 
 
 def _column(
-    policy: HeadCounts,
+    policy: Policy,
     owner: nn.Module,
     name: str,
     gather: bool = False,
@@ -84,12 +90,12 @@ def _column(
     return SubModuleReplacementDescription(name, ColumnParallelLinear, options, reads=reads)
 
 
-def _gathered(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _gathered(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     """Let a linear layer that mixes sharded features, [..., features], such as heads, see all of them on each rank."""
     return lambda module: run_on_gathered_features(getattr(module, name), policy.shard_config.group)
 
 
-def fused_parts(policy: HeadCounts, owner: nn.Module, name: str) -> tuple[Part, ...]:
+def fused_parts(policy: Policy, owner: nn.Module, name: str) -> tuple[Part, ...]:
     """Return the parts of a fused projection of query, key and value; keys and values may have fewer heads."""
     features = out_features(getattr(owner, name))
     head_dim, kv_heads = getattr(owner, "head_dim", None), getattr(owner, "num_key_value_heads", None)
@@ -100,19 +106,19 @@ def fused_parts(policy: HeadCounts, owner: nn.Module, name: str) -> tuple[Part, 
     return (Part(features // 3, 1 if heads is None else features // 3 // heads),) * 3
 
 
-def _fused_column(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _fused_column(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     """Shard a fused projection of query, key and value, in this order."""
     return SubModuleReplacementDescription(name, ColumnParallelLinear, {"parts": fused_parts(policy, owner, name)})
 
 
-def _first_dim(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _first_dim(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     """Shard a parameter along its first dim, such as one entry per head."""
     dims = getattr(owner, name).dim()
     return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=policy.shard_config.group)
 
 
 def _row(
-    policy: HeadCounts, owner: nn.Module, name: str, splits_input: bool = False, num_heads: int | None = None
+    policy: Policy, owner: nn.Module, name: str, splits_input: bool = False, num_heads: int | None = None
 ) -> PartChange:
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
@@ -122,12 +128,12 @@ def _row(
     return SubModuleReplacementDescription(name, RowParallelLinear, options)
 
 
-def _row_of_values(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _row_of_values(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     """Shard the last dim of a parameter, features of key/value heads."""
     return partial(_row(policy, owner, name), num_heads=policy.model.config.get_text_config().num_key_value_heads)
 
 
-def _packed(policy: HeadCounts, owner: nn.Module, name: str, from_end: int) -> PartChange:
+def _packed(policy: Policy, owner: nn.Module, name: str, from_end: int) -> PartChange:
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
         group = policy.shard_config.group
@@ -135,47 +141,47 @@ def _packed(policy: HeadCounts, owner: nn.Module, name: str, from_end: int) -> P
     return SubModuleReplacementDescription(name, ColumnParallelLinear, {"part_size": out_features(module) // 2})
 
 
-def _embedding(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _embedding(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     return SubModuleReplacementDescription(name, VocabParallelEmbedding, policy.shard_config.vocab_options)
 
 
-def _head(policy: HeadCounts, owner: nn.Module, name: str, gather: bool = False) -> PartChange:
+def _head(policy: Policy, owner: nn.Module, name: str, gather: bool = False) -> PartChange:
     """Shard a language-model head over the vocabulary."""
     options = policy.shard_config.vocab_options | ({"gather_output": True} if gather else {})
     return SubModuleReplacementDescription(name, GatheredLMHead if gather else VocabParallelLMHead, options)
 
 
-def _partial_gradient(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _partial_gradient(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     if not isinstance(getattr(owner, name), nn.Module):
         return partial(sum_gradient_of_parameter, name=name, group=policy.shard_config.group)
     return SubModuleReplacementDescription(name, None, partial_gradient=True)
 
 
-def _bias_of_partial_sums(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _bias_of_partial_sums(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     return partial(divide_bias_of_partial_sums, name=name, group=policy.shard_config.group)
 
 
-def _dropout(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _dropout(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     return SubModuleReplacementDescription(name, ParallelDropout if policy.tp_size > 1 else None, {})
 
 
 def _hooked(hook: Callable[..., None]) -> Style:
     """Make a style that applies `hook` to a module, to change its inputs or outputs."""
 
-    def style(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+    def style(policy: Policy, owner: nn.Module, name: str) -> PartChange:
         return lambda module: hook(getattr(module, name), policy.shard_config.group)
 
     return style
 
 
-def _draws_per_rank(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _draws_per_rank(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     """Let an attention with built-in dropout draw separate random numbers on each rank, for its own heads."""
     return lambda module: setattr(
         module, name, draw_per_rank(getattr(module, name), rank_of_draws(policy.shard_config.group))
     )
 
 
-def _activation_dropout(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | None:
+def _activation_dropout(policy: Policy, owner: nn.Module, name: str) -> PartChange | None:
     """Give each rank its own mask in a layer with an `activation_dropout` between its linear layers."""
     if not hasattr(getattr(owner, name), "activation_dropout"):
         return None
@@ -188,7 +194,7 @@ def _activation_dropout(policy: HeadCounts, owner: nn.Module, name: str) -> Part
     return change
 
 
-def _local_biases(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _local_biases(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     """Let an attention that gets the biases of all heads use those of its own, and draw its own random numbers."""
     heads, group = policy.model.config.num_attention_heads, policy.shard_config.group
 
@@ -199,17 +205,17 @@ def _local_biases(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange
     return change
 
 
-def _latent_key_value(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _latent_key_value(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     config = getattr(owner, "config", None) or policy.model.config.get_text_config()
     size = getattr(owner, "qk_rope_head_dim", None) or config.qk_rope_head_dim
     return lambda module: sum_gradient_of_rotary_part(getattr(module, name), size, policy.shard_config.group)
 
 
-def _skips_idle_casts(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange:
+def _skips_idle_casts(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     return lambda module: skip_idle_casts(getattr(module, name))
 
 
-def _by_rule(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | None:
+def _by_rule(policy: Policy, owner: nn.Module, name: str) -> PartChange | None:
     """Cut a part as the rule of the mixer that has it says.
 
     Layers of a hybrid may have each at a path, or another attention, for which the plan of transformers has a style.
@@ -223,7 +229,7 @@ def _by_rule(policy: HeadCounts, owner: nn.Module, name: str) -> PartChange | No
     return STYLES[found](policy, owner, name) if isinstance(found, str) else found
 
 
-def _nothing(policy: HeadCounts, owner: nn.Module, name: str) -> None:
+def _nothing(policy: Policy, owner: nn.Module, name: str) -> None:
     return None
 
 

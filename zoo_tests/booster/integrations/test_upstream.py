@@ -201,8 +201,7 @@ def test_overrides_of_lightning_take_what_it_gives() -> None:
     from lightning.fabric.strategies import ParallelStrategy as OfFabric
     from lightning.pytorch.strategies import ParallelStrategy as OfTrainer
 
-    from booster.integrations.lightning.fabric_methods import FabricMethods
-    from booster.integrations.lightning.strategy import TrainerMethods
+    from booster.integrations.lightning.strategy import FabricMethods, TrainerMethods
 
     for ours, theirs in ((FabricMethods, OfFabric), (TrainerMethods, OfTrainer)):
         names = set(_overrides(ours, theirs)) - {"__init__"}
