@@ -1,7 +1,7 @@
 """Rectangles of whole tensors, and the manifest that lists them.
 
-What fails here first is a range that is covered twice or not at all. Look in `global_tensor.py` and `manifest.py` of
-`plugins/hybrid_parallel/checkpoint`.
+What fails here first is a range that is covered twice or not at all. Look in `global_tensor.py`, `dcp_storage.py` and
+`tensor_file.py` of `plugins/hybrid_parallel/checkpoint`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.checkpoint.dcp_storage import plan_reads, read_tensors, write_tensors
 from plugins.hybrid_parallel.checkpoint.global_tensor import GlobalTensor, TensorChunk, rectangles_of_range
-from plugins.hybrid_parallel.checkpoint.tensor_file import Chunk, Manifest, SavedFile, SavedTensor, sequence_of
+from plugins.hybrid_parallel.checkpoint.tensor_file import (
+    Chunk,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    merge_tensors,
+    sequence_of,
+)
 from shardformer.shard_spec import Part, ShardSpec
 
 _EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True)
@@ -86,6 +94,23 @@ def test_filling_a_rectangle_fills_the_tensor() -> None:
     for part in piece.rectangles:
         part.values.fill_(part.offsets[0])
     assert values.tolist() == [0.0] + [1.0] * 6 + [2.0] * 5
+
+
+def test_what_one_cut_has_written_another_reads(tmp_path: Path) -> None:
+    """Ranges of elements are read as columns; a range that nobody has written is a hole."""
+    whole = torch.arange(1.0, 31.0).view(5, 6)
+    ends = ((0, 4), (4, 17), (17, 30))
+    rows = [GlobalTensor.piece(ShardSpec((5, 6), None, (), 0, 1), whole.flatten()[a:b], a, b) for a, b in ends]
+    written = [write_tensors({"w": piece}, tmp_path / f"{number}.safetensors") for number, piece in enumerate(rows)]
+    for rank in range(2):
+        spec = ShardSpec((5, 6), 1, (Part(6),), rank, 2)
+        values = torch.zeros(spec.local_shape)
+        read_tensors({"w": GlobalTensor.piece(spec, values)}, tmp_path, Manifest(0, {}, merge_tensors(written), {}))
+        assert torch.equal(values, spec.shard(whole))
+    with pytest.raises(
+        ConfigurationError, match="w has holes in the checkpoint: not all ranks' parts of it were saved"
+    ):
+        plan_reads({"w": GlobalTensor.whole(whole)}, Manifest(0, {}, merge_tensors(written[1:]), {}))
 
 
 # ----- the manifest -----
