@@ -10,7 +10,7 @@ weighted by their number, so that the micro-batches of all replicas give the mea
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,9 +52,26 @@ USUAL_HEAD_LOSSES: HeadLosses = {
     "ForQuestionAnsweringSimple": text.question_answering,
 }
 # Of forwards that call no `loss_function`.
-OWN_HEAD_LOSSES: HeadLosses = dict.fromkeys(
-    ("MaskFormerForInstanceSegmentation", "ForUniversalSegmentation"), perception.classified_masks
-)
+OWN_HEAD_LOSSES: HeadLosses = {
+    **dict.fromkeys(("MaskFormerForInstanceSegmentation", "ForUniversalSegmentation"), perception.classified_masks),
+    **dict.fromkeys(("LayoutLMv2ForQuestionAnswering", "ReformerForQuestionAnswering"), text.question_answering),
+    "ForSemanticSegmentation": perception.segmentation,
+    "Sapiens2ForPoseEstimation": perception.weighted_heatmaps,
+}
+# Class, or the start of its name -> what its own loss is, which the losses of parts of a batch do not tell.
+_NO_MEANS: Mapping[str, str] = {
+    "GLPNForDepthEstimation": "it is the root of a mean over all pixels",
+    "Wav2Vec2ConformerForPreTraining": "it compares the codes of all masked frames",
+    "Wav2Vec2ForPreTraining": "it compares the codes of all masked frames",
+}
+# The same -> entries of the batch that means of its own loss are over, and the value that does not count.
+_OBSERVED = (("future_observed_mask", 0.0),)
+_COUNTED: Mapping[str, Sequence[tuple[str, float]]] = {
+    **dict.fromkeys(("Autoformer", "Informer", "TimeSeriesTransformer"), _OBSERVED),
+    "CsmForConditionalGeneration": (("labels", -101.0),),  # frames of which the first code alone is predicted
+    "FastSpeech2Conformer": (("spectrogram_labels", -100.0), ("attention_mask", 0.0)),
+    "SpeechT5ForTextToSpeech": (("labels", -100.0), ("attention_mask", 0.0)),
+}
 
 
 def matching_key(name: str, losses: HeadLosses) -> str | None:
@@ -117,6 +134,26 @@ def head_loss_of_kind(name: str, kind: str) -> HeadLossBuilder:
     """Return a class's loss, of a kind in `LOSSES`, for its usual labels; KeyError if it has no usual loss."""
     build = USUAL_HEAD_LOSSES[matching_key(name, USUAL_HEAD_LOSSES)] if kind == USUAL else FORWARD_LOSSES[kind]
     return partial(_of_known_labels, build)
+
+
+def other_loss_of(model: nn.Module) -> str | None:
+    """Return what the loss of the model's own forward is if it is no mean over a batch; None if it is one."""
+    return _by_name(model, _NO_MEANS)
+
+
+def counted_by(model: nn.Module) -> list[tuple[str, float]]:
+    """Return entries of a batch that means of the model's own loss may be over, each with the value left out.
+
+    Values that are integers are left out of entries of integers alone: labels of a regression may be -100.0.
+    """
+    labels = {"labels", *(name for name in inspect.signature(model.forward).parameters if "label" in name)}
+    return [*((name, IGNORE_INDEX) for name in sorted(labels)), *(_by_name(model, _COUNTED) or ())]
+
+
+def _by_name(model: nn.Module, table: Mapping[str, Any]) -> Any:
+    """Return the entry of the model's class, or of a base class."""
+    names = (each.__name__ for each in type(model).__mro__)
+    return next((value for name in names for key, value in table.items() if name.startswith(key)), None)
 
 
 def _of_known_labels(build: HeadLossBuilder, model: nn.Module) -> HeadLoss | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
 from shardformer.loss.text import not_ignored, token_sum
+from shardformer.utils.source import uses
 
 Targets = Sequence[Mapping[str, Tensor]]
 _BY_BOXES = (
@@ -209,10 +210,13 @@ def masked_visual_tokens(model: nn.Module) -> HeadLoss:
 
 
 def segmentation(model: nn.Module) -> HeadLoss:
-    """Return the loss of heads that classify pixels."""
+    """Return the loss of heads that classify pixels, or tell one class from the rest by a mean over all pixels."""
+    config = model.config
+    ignored = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", 255))
+    counts_all = config.num_labels == 1 and uses(type(model).forward, "valid_mask")  # SegFormer
 
     def count(labels: Tensor, _: Batch) -> Tensor:
-        return (labels != model.config.semantic_loss_ignore_index).sum()
+        return labels.new_tensor(labels.numel()) if counts_all else (labels != ignored).sum()
 
     def total(outputs: Any, labels: Tensor) -> Tensor:
         # The outputs lack the logits of the auxiliary head: turn the model's mean into a sum.
@@ -220,3 +224,16 @@ def segmentation(model: nn.Module) -> HeadLoss:
         return outputs.loss * pixels if pixels else outputs.logits.sum() * 0.0
 
     return HeadLoss(LossTerm("labels", count, total, is_input=True))
+
+
+def weighted_heatmaps(_: nn.Module) -> HeadLoss:
+    """Return Sapiens2's loss of poses: squares weighted by `label_weights`, divided by the sum of the weights."""
+
+    def weights(labels: Tensor, batch: Batch) -> Tensor:
+        given = batch.get("label_weights")
+        return torch.ones_like(labels) if given is None else given
+
+    def total(outputs: Any, weights: Tensor) -> Tensor:
+        return outputs.loss * weights.sum() if weights.any() else outputs.heatmaps.sum() * 0.0
+
+    return HeadLoss(LossTerm("labels", lambda given, _: given.sum(), total, is_input=True, prepare=weights))

@@ -322,3 +322,22 @@ def codebooks_of_sound(model: nn.Module) -> HeadLoss | None:
     loss = HeadLoss(*(of_codebook(number) for number in range(config.num_codebooks)), function="ForCausalLMLoss")
     loss.reads_whole_logits = True
     return loss
+
+
+def codebooks_of_music(model: nn.Module) -> HeadLoss:
+    """Return MusicGen's loss: the mean over codebooks of means over codes that are neither padding nor ignored."""
+    config = getattr(model.config, "decoder", model.config)
+
+    def of_codebook(number: int) -> LossTerm:
+        def codes(labels: Tensor, _: Batch) -> Tensor:
+            return labels[..., number].masked_fill(labels[..., number] == config.pad_token_id, IGNORE_INDEX)
+
+        def total(outputs: Any, labels: Tensor) -> Tensor:
+            logits = outputs.logits.unflatten(0, (-1, config.num_codebooks))[:, number, -labels.shape[1] :]
+            return cross_entropy_sum(logits.flatten(0, 1), labels.flatten())
+
+        return LossTerm("labels", not_ignored, total, 1 / config.num_codebooks, is_input=True, prepare=codes)
+
+    loss = HeadLoss(*(of_codebook(number) for number in range(config.num_codebooks)))
+    loss.reads_whole_logits = True
+    return loss

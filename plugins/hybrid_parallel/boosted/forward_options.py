@@ -182,7 +182,7 @@ class ForwardOptions:
     def check_positions(self, batch: Mapping[str, Any], is_cut: bool) -> None:
         """Refuse positions by which attention in a document, or in a sample of a batch that is cut, sees the others."""
         positions = batch.get("position_ids")
-        if not self._limits or not isinstance(positions, Tensor) or positions.dim() != 2:
+        if not isinstance(positions, Tensor) or positions.dim() != 2 or not self._limits:
             return
         length = positions.shape[-1]
         tokens = int(positions.max()) + 1 if positions.numel() else 0

@@ -109,7 +109,7 @@ class ContrastiveStepLoss(ModelStepLoss):
             self.rows, replicas, self.is_divided = [1], mesh.size("dp"), False
             self.global_rows = torch.full((), float(replicas), dtype=torch.float64, device=mesh.device)
         else:
-            super().__init__(microbatches, mesh, batch, reason, main_input)
+            super().__init__(microbatches, mesh, batch, reason, main_input, model)
             self.rows, replicas = [sum(self.rows)], 1
         self.model, self.joins_replicas, name = model, replicas > 1, type(model).__name__
         self._features: list[list[Tensor]] = []  # of the micro-batches before the last one
@@ -343,7 +343,7 @@ class LossChoice:
             if any(self.mesh.size(axis) > 1 for axis in ("pp", "dp", "cp", "tp")):
                 name = type(self.model).__name__
                 log_once(name, f"computes its loss itself, of whole logits and as a mean over samples: {reason}")
-            return ModelStepLoss(microbatches, self.mesh, batch, reason, self.main_input)
+            return ModelStepLoss(microbatches, self.mesh, batch, reason, self.main_input, self.model)
         loss = HeadStepLoss(microbatches, self.mesh, self.head_loss, batch, self.axis, adds_routers and not are_spread)
         if are_spread:
             loss.balance = self._router_balance(microbatches)

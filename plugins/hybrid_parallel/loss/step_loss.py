@@ -35,6 +35,7 @@ from shardformer.cross_entropy.vocab_parallel import token_scores
 from shardformer.distributed.blocks import blocks_of
 from shardformer.distributed.collectives import gather_rows
 from shardformer.layers.embedding import VocabParallelLMHead, check_indices, deferred_logits, parallel_logits
+from shardformer.loss.heads import counted_by, other_loss_of
 from shardformer.loss.terms import DIVISOR, IGNORE_INDEX, SHIFTED, HeadLoss, RouterLoss, RouterScores, RouterSums
 
 LOG_PROBS, ENTROPY, _AUX_LOSS = "log_probs", "entropy", "aux_loss"
@@ -389,6 +390,7 @@ class ModelStepLoss(StepLoss):
         batch: the batch that the micro-batches are parts of; an `ItemCount` in it has divided the loss.
         reason: why the model computes it, for error messages.
         main_input: name of the entry that has a row for each sample, if the model tells.
+        model: the model.
     """
 
     def __init__(
@@ -397,10 +399,11 @@ class ModelStepLoss(StepLoss):
         mesh: HybridMesh,
         batch: Mapping[str, Any],
         reason: str,
-        main_input: str | None = None,
+        main_input: str | None,
+        model: nn.Module,
     ) -> None:
         super().__init__(microbatches, mesh)
-        self.reason, self.reads_floats = reason, has_floats(batch)
+        self.model, self.reason, self.reads_floats = model, reason, has_floats(batch)
         self.is_divided = isinstance(batch.get(DIVISOR), ItemCount)
         self.rows = [1] if self._is_whole else [rows_of(each, main_input) for each in microbatches]
         if len(microbatches) > 1 or mesh.size("dp") > 1:
@@ -416,16 +419,27 @@ class ModelStepLoss(StepLoss):
             raise self._refusal(f"{DIVISOR} says that it is a sum")
         if any(isinstance(value, list) for name, value in batch.items() if "labels" in name):
             raise self._refusal("its labels are a list of targets, whose numbers differ between samples")
-        labels = [_labels_of(microbatch) for microbatch in self.microbatches]
-        rates = [(each != IGNORE_INDEX).sum(dtype=torch.float64) / len(each) for each in labels if each is not None]
-        ratios = torch.stack(rates).tolist() if rates else []  # the host waits for the device once
-        least, most, all_known = self._least_over_data(
-            min(ratios, default=float("inf")), -max(ratios, default=-float("inf")), None not in self.rows
-        )
+        if (other := other_loss_of(self.model)) is not None:
+            raise self._refusal(other)
+        counted = counted_by(self.model)
+        rates = torch.stack([rate for each in counted for rate in self._rates(*each)]).tolist()  # the host waits once
+        *found, all_known = self._least_over_data(*rates, None not in self.rows)
         if not all_known:
             raise unknown_rows(batch)
-        if least < -most:
-            raise self._refusal(f"they have {least:g} to {-most:g} labels a sample")
+        for (name, _), least, most in zip(counted, found[::2], found[1::2], strict=True):
+            if least < -most:
+                what = "labels" if "label" in name else f"values of {name}"
+                raise self._refusal(f"they have {least:g} to {-most:g} {what} a sample")
+
+    def _rates(self, name: str, ignored: float) -> tuple[Tensor, Tensor]:
+        """Return the least number, per sample, of values of an entry that are not `ignored`, and -1 times the most."""
+        given = [each.get(name) for each in self.microbatches]
+        given = [each for each in given if isinstance(each, Tensor) and each.dim() and len(each)]
+        if not given or (isinstance(ignored, int) and given[0].is_floating_point()):
+            none = torch.full((), float("inf"), dtype=torch.float64, device=self.mesh.device)
+            return none, none
+        rates = torch.stack([(each != ignored).sum(dtype=torch.float64) / len(each) for each in given])
+        return rates.min(), -rates.max()
 
     def _refusal(self, why: str) -> ConfigurationError:
         return ConfigurationError(
@@ -445,13 +459,6 @@ class ModelStepLoss(StepLoss):
         if loss is None:
             raise ConfigurationError("the model returned no loss; give labels in the batch or a criterion")
         return loss if self.is_divided else share_of_mean(loss, self.rows[index], self.global_rows)
-
-
-def _labels_of(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the class labels that the loss may average over; None if there are none."""
-    labels = batch.get("labels")
-    is_counted = isinstance(labels, Tensor) and labels.dim() > 0 and not labels.is_floating_point()
-    return labels if is_counted and len(labels) else None
 
 
 def _describe(value: Any) -> str:

@@ -387,6 +387,14 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         "{**{name:",
         (f"{PARITY}[gpt2-lm_head-pp2-zero1]",),
     ),
+    "pixels without a class count": Edit(
+        "shardformer.loss.perception",
+        "else (labels != ignored).sum()",
+        "else (labels != -100).sum()",
+        (
+            f"{_SHARDFORMER}/loss/test_heads.py::test_shares_of_what_a_forward_counts_add_up[DPTForSemanticSegmentation]",
+        ),
+    ),
     "loss of a detector's boxes weighted by images": Edit(
         "shardformer.loss.perception",
         '    return torch.tensor(float(sum(len(target["class_labels"]) for target in labels)))\n',

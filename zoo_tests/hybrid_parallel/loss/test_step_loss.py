@@ -7,6 +7,7 @@ What breaks here first: micro-batches and shares of unequal size, up to an empty
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from booster import Booster
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.loss.step_loss import ModelStepLoss
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.harness.toy import EXACT, Batch, Toy, global_batch, mean_square, share_of, toy
 
@@ -179,3 +181,29 @@ def test_a_first_batch_that_is_short_on_one_replica_is_refused_on_both() -> None
         booster.execute_pipeline(iter([share]), model, mean_square, optimizer)
     loss = booster.execute_pipeline(iter([global_batch(0, 4)]), model, mean_square, optimizer).loss
     assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "message"),
+    [
+        ("GLPNForDepthEstimation", [{}, {}], "because it is the root of a mean over all pixels"),
+        ("Wav2Vec2ForPreTraining", [{}, {}], "because it compares the codes of all masked frames"),
+        ("CsmForConditionalGeneration", [{"labels": 7}, {"labels": -101}], "they have 3 to 6 labels a sample"),
+        ("SpeechT5ForTextToSpeech", [{"labels": 0.5}, {"labels": -100.0}], "they have 3 to 6 labels a sample"),
+        ("InformerForPrediction", [{"future_observed_mask": 1.0}, {"future_observed_mask": 0.0}], "0 to 6 values of"),
+        ("Own", [{"text_labels": 1}, {"text_labels": -100}], "they have 3 to 6 labels a sample"),
+        ("Own", [{"labels": 0.5}, {"labels": -100.0}], None),
+    ],
+)
+def test_a_mean_of_the_models_own_is_refused_where_parts_do_not_tell_it(
+    name: str, parts: list[dict[str, float]], message: str | None
+) -> None:
+    """Each part has two samples of six values, half of which have the value in `parts`."""
+    model = type(name, (nn.Module,), {"forward": lambda self, labels=None, text_labels=None: None})()
+    ids = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
+    batches = [
+        ids | {key: torch.tensor([[abs(value)] * 3 + [value] * 3] * 2) for key, value in part.items()} for part in parts
+    ]
+    mesh = SimpleNamespace(size=lambda axis: 1, device=torch.device("cpu"))
+    with nullcontext() if message is None else pytest.raises(ConfigurationError, match=message):
+        ModelStepLoss(batches, mesh, batches[0], "its forward", None, model)

@@ -5,6 +5,10 @@ What breaks here first: the number of labels that a mean is over, a part without
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +16,9 @@ from torch import Tensor, nn
 
 from shardformer.loss.heads import head_loss_of_kind
 from shardformer.loss.terms import HeadLoss
+from shardformer.policies.registry import head_loss_of
+from zoo_tests.campaigns.census.classes import head_classes
+from zoo_tests.campaigns.census.trained import twin_of
 
 _CLASSES = 5
 
@@ -61,3 +68,52 @@ def test_other_labels_have_another_loss() -> None:
     labels = torch.zeros(2, 4, dtype=torch.long)
     assert loss.unread({"labels": labels}) is None and "labels" in loss.inputs({"labels": labels})
     assert loss.unread({"labels": labels, "router_labels": labels}) == "router_labels"
+
+
+# Class -> what differs from its configuration, and a batch whose samples have other numbers of values that count.
+_UNEVEN: dict[str, tuple[dict[str, Any], Any]] = {
+    "DPTForSemanticSegmentation": ({}, lambda batch, _: _blank(batch, 255)),
+    "MobileNetV2ForSemanticSegmentation": ({}, lambda batch, _: _blank(batch, 255)),
+    "UperNetForSemanticSegmentation": ({"loss_ignore_index": 9}, lambda batch, _: _blank(batch, 9)),
+    "SegformerForSemanticSegmentation": ({"num_labels": 1}, lambda batch, _: _blank(batch, 255)),
+    "MusicgenForCausalLM": ({}, lambda batch, config: _blank(batch, config.pad_token_id)),
+    "ReformerForQuestionAnswering": ({}, lambda batch, _: {**batch, "start_positions": _beyond(batch)}),
+    "Sapiens2ForPoseEstimation": ({}, lambda batch, _: {**batch, "label_weights": _weights(batch["labels"])}),
+}
+
+
+def _blank(batch: dict[str, Any], value: int) -> dict[str, Any]:
+    labels = batch["labels"] % 2 if value == 255 else batch["labels"].clone()
+    labels[0, 2:] = labels[2] = value
+    return {**batch, "labels": labels}
+
+
+def _beyond(batch: dict[str, Any]) -> Tensor:
+    positions = batch["start_positions"].clone()
+    positions[[0, 2]] = batch["input_ids"].shape[1] + 1
+    return positions
+
+
+def _weights(labels: Tensor) -> Tensor:
+    weights = torch.rand_like(labels)
+    weights[0, 1:] = weights[2] = 0
+    return weights
+
+
+@pytest.mark.parametrize("name", _UNEVEN)
+def test_shares_of_what_a_forward_counts_add_up(name: str) -> None:
+    """Of pixels, codes or weights; the third part has none that count."""
+    [head] = [head for head in head_classes() if head.name == name]
+    changes, uneven = _UNEVEN[name]
+    twin = twin_of(head, torch.float64)
+    config = copy.deepcopy(twin.config)
+    for field, value in changes.items():
+        setattr(config, field, value)
+    model = replace(twin, config=config).build().eval()  # batch norms do not see the batch
+    batch = uneven(twin.batch(model, 0, 5), config)
+    loss = head_loss_of(model)
+    parts = [{key: value[begin:end] for key, value in batch.items()} for begin, end in [(0, 2), (2, 3), (3, 5)]]
+    counts = sum(loss.counts(part) for part in parts)
+    with torch.no_grad():
+        shares = [loss.weighted_sum(model(**loss.inputs(part)), part, counts) for part in parts]
+        torch.testing.assert_close(sum(shares), model(**batch).loss, rtol=1e-6, atol=0.0, check_dtype=False)
