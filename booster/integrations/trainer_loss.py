@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from booster.data.rows import ItemCount, main_input_of, rows_of, unknown_rows
 from booster.integrations.trainer_accelerator import LossInProgress, Samples, TrainerAccelerator
+from shardformer.loss.terms import zero_of
 
 
 class TrainerLoss:
@@ -130,7 +131,8 @@ def _nothing_of(outputs: Any) -> Tensor | None:
     """Return a zero (0-d) whose backward pass goes through the whole model; None if no output is differentiable."""
     names = outputs.keys() if isinstance(outputs, Mapping) else [slice(None)]
     values = (outputs[name] for name in names)
-    return next((value.sum() * 0.0 for value in values if isinstance(value, Tensor) and value.requires_grad), None)
+    found = (value for value in values if isinstance(value, Tensor) and value.requires_grad)
+    return next((zero_of(value) for value in found), None)
 
 
 def _with_plain_items(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

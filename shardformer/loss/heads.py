@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.loss import perception, text
-from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
+from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm, zero_of
 
 HeadLossBuilder = Callable[[nn.Module], HeadLoss | None]
 HeadLosses = Mapping[str, HeadLossBuilder]
@@ -68,6 +68,7 @@ _NO_MEANS: Mapping[str, str] = {
 _OBSERVED = (("future_observed_mask", 0.0),)
 _COUNTED: Mapping[str, Sequence[tuple[str, float]]] = {
     **dict.fromkeys(("Autoformer", "Informer", "TimeSeriesTransformer"), _OBSERVED),
+    "BrosSpadeEE": (("bbox_first_token_mask", 0.0), ("attention_mask", 0.0)),
     "CsmForConditionalGeneration": (("labels", -101.0),),  # frames of which the first code alone is predicted
     "FastSpeech2Conformer": (("spectrogram_labels", -100.0), ("attention_mask", 0.0)),
     "SpeechT5ForTextToSpeech": (("labels", -100.0), ("attention_mask", 0.0)),
@@ -180,4 +181,4 @@ def _total(outputs: Mapping[str, Any], labels: Tensor) -> Tensor:
         return outputs["loss"] * count
     # The mean over no labels is NaN; the parameters get gradients of zero.
     others = (value for name, value in outputs.items() if name != "loss" and isinstance(value, Tensor))
-    return next(value for value in others if value.is_floating_point()).sum() * 0.0
+    return zero_of(next(value for value in others if value.is_floating_point()))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm
+from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm, zero_of
 from shardformer.loss.text import not_ignored, token_sum
 from shardformer.utils.source import uses
 
@@ -221,7 +221,7 @@ def segmentation(model: nn.Module) -> HeadLoss:
     def total(outputs: Any, labels: Tensor) -> Tensor:
         # The outputs lack the logits of the auxiliary head: turn the model's mean into a sum.
         pixels = int(count(labels, {}))
-        return outputs.loss * pixels if pixels else outputs.logits.sum() * 0.0
+        return outputs.loss * pixels if pixels else zero_of(outputs.logits)
 
     return HeadLoss(LossTerm("labels", count, total, is_input=True))
 
@@ -234,6 +234,6 @@ def weighted_heatmaps(_: nn.Module) -> HeadLoss:
         return torch.ones_like(labels) if given is None else given
 
     def total(outputs: Any, weights: Tensor) -> Tensor:
-        return outputs.loss * weights.sum() if weights.any() else outputs.heatmaps.sum() * 0.0
+        return outputs.loss * weights.sum() if weights.any() else zero_of(outputs.heatmaps)
 
     return HeadLoss(LossTerm("labels", lambda given, _: given.sum(), total, is_input=True, prepare=weights))

@@ -216,6 +216,11 @@ IGNORE_INDEX = -100
 DIVISOR, IGNORED, SHIFTED = LOSS_KEYWORDS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
+def zero_of(output: Tensor) -> Tensor:
+    """Return a zero (0-d) that depends on an output. Its sum times 0 is NaN where 16 bits or masked scores overflow."""
+    return output.flatten()[:0].sum()
+
+
 @dataclass(frozen=True)
 class LossTerm:
     """One mean in a head's loss."""

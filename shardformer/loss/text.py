@@ -26,6 +26,7 @@ from shardformer.loss.terms import (
     HeadLoss,
     LossTerm,
     router_loss_of,
+    zero_of,
 )
 from shardformer.utils.module_paths import remembered
 from shardformer.utils.source import uses
@@ -172,18 +173,6 @@ def plain_classes(_: nn.Module, per_token: bool = False) -> HeadLoss:
     return HeadLoss(LossTerm("labels", not_ignored, total, per_token=per_token), function="ForTokenClassification")
 
 
-def mean_of_marked(entry: str, _: nn.Module) -> HeadLoss:
-    """Return the loss of a head that averages over the tokens that `entry` of the batch marks, whatever the labels."""
-
-    def marks(_: Tensor, batch: Batch) -> Tensor:
-        return batch[entry]
-
-    def total(outputs: Any, marked: Tensor) -> Tensor:
-        return outputs.loss * marked.sum() if marked.any() else outputs.logits.sum() * 0.0
-
-    return HeadLoss(LossTerm("labels", lambda marked, _: marked.sum(), total, is_input=True, prepare=marks))
-
-
 def classes_of_marked(entry: str, _: nn.Module) -> HeadLoss:
     """Return the loss of token classes, averaged over the tokens that `entry` marks, where the batch has it."""
 
@@ -192,7 +181,7 @@ def classes_of_marked(entry: str, _: nn.Module) -> HeadLoss:
         return kept if marked is None else kept & marked.bool()
 
     def total(outputs: Any, kept: Tensor) -> Tensor:
-        return outputs.loss * kept.sum() if kept.any() else outputs.logits.sum() * 0.0
+        return outputs.loss * kept.sum() if kept.any() else zero_of(outputs.logits)
 
     return HeadLoss(LossTerm("labels", lambda kept, _: kept.sum(), total, is_input=True, prepare=counted))
 
@@ -204,10 +193,13 @@ def classes_of_tokens(_: nn.Module) -> HeadLoss:
 
 
 def sequence_classification(model: nn.Module) -> HeadLoss:
-    """Return the loss of sequence classification: classes, several labels or regression."""
+    """Return the loss of sequence classification: classes, their chances (DeBERTa), several labels or regression."""
     config = model.config
+    takes_chances = config.problem_type is None and config.num_labels > 1 and uses(type(model).forward, "log_softmax")
 
     def kind_of(labels: Tensor) -> str:
+        if takes_chances and labels.dim() > 1 and labels.shape[-1] > 1:
+            return "chances"
         if config.problem_type is not None or config.num_labels == 1:
             return config.problem_type or "regression"
         return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
@@ -215,12 +207,16 @@ def sequence_classification(model: nn.Module) -> HeadLoss:
     def count(labels: Tensor, batch: Batch) -> Tensor:
         if kind_of(labels) == "single_label_classification":
             return not_ignored(labels, batch)
+        if kind_of(labels) == "chances":
+            return torch.full((), len(labels), device=labels.device)
         return torch.full((), labels.numel(), device=labels.device)  # a fill, not a copy that waits for the device
 
     def total(outputs: Any, labels: Tensor) -> Tensor:
         logits, kind = outputs.logits, kind_of(labels)
         if kind == "single_label_classification":
             return cross_entropy_sum(logits.view(-1, config.num_labels), labels.view(-1))
+        if kind == "chances":
+            return -(logits.log_softmax(-1) * labels).sum()
         pointwise = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
         return pointwise(*_in_one_dtype(logits.reshape(-1), labels.reshape(-1)), reduction="sum")
 

@@ -34,7 +34,7 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from shardformer.attention.packed_documents import asks_for_cache, document_starts, may_be_packed
 from shardformer.distributed.blocks import joined_blocks
 from shardformer.layers.norm import FusedLayerNorm
-from shardformer.loss.terms import IGNORE_INDEX, SHIFTED, HeadLoss
+from shardformer.loss.terms import IGNORE_INDEX, SHIFTED, HeadLoss, zero_of
 from shardformer.matmul.native import MatmulLayer
 
 # Entries that may have several rows for each sample, those of one sample in a row: the codebooks of Dia's labels, the
@@ -263,9 +263,7 @@ def nothing_of(outputs: Any) -> Tensor:
     """Return a zero (0-d) that depends on all outputs, so that its backward pass goes through the whole model."""
     values = outputs.values() if isinstance(outputs, Mapping) else [outputs]
     return sum(
-        joined_blocks(value, -1).sum() * 0.0
-        for value in values
-        if isinstance(value, Tensor) and value.is_floating_point()
+        zero_of(joined_blocks(value, -1)) for value in values if isinstance(value, Tensor) and value.is_floating_point()
     )
 
 

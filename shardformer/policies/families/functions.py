@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardformer.loss.heads import with_further_entries
 from shardformer.loss.terms import HeadLoss
-from shardformer.loss.text import causal_lm, classes_of_marked, conditional_generation, masked_lm, mean_of_marked
+from shardformer.loss.text import causal_lm, classes_of_marked, conditional_generation, masked_lm
 from shardformer.stages.stage import Received, StagePlaceholder
 
 
@@ -146,6 +146,5 @@ def causal_lm_without_z_loss(model: nn.Module) -> HeadLoss | None:
 
 
 classes_of_first_tokens = partial(classes_of_marked, "bbox_first_token_mask")
-mean_of_first_tokens = partial(mean_of_marked, "bbox_first_token_mask")
 masked_lm_of_words = with_further_entries(masked_lm, "entity_labels")
 speech_of_text = with_further_entries(conditional_generation, "acoustic_loss_mask")

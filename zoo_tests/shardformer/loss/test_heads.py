@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.loss.heads import head_loss_of_kind
-from shardformer.loss.terms import HeadLoss
+from shardformer.loss.terms import HeadLoss, zero_of
 from shardformer.policies.registry import head_loss_of
 from zoo_tests.campaigns.census.classes import head_classes
 from zoo_tests.campaigns.census.trained import twin_of
@@ -72,6 +72,8 @@ def test_other_labels_have_another_loss() -> None:
 
 # Class -> what differs from its configuration, and a batch whose samples have other numbers of values that count.
 _UNEVEN: dict[str, tuple[dict[str, Any], Any]] = {
+    "BrosSpadeELForTokenClassification": ({}, lambda batch, _: _blank(batch, -100)),
+    "DebertaV2ForSequenceClassification": ({"num_labels": 3}, lambda batch, _: {**batch, "labels": _chances(batch)}),
     "DPTForSemanticSegmentation": ({}, lambda batch, _: _blank(batch, 255)),
     "MobileNetV2ForSemanticSegmentation": ({}, lambda batch, _: _blank(batch, 255)),
     "UperNetForSemanticSegmentation": ({"loss_ignore_index": 9}, lambda batch, _: _blank(batch, 9)),
@@ -92,6 +94,10 @@ def _beyond(batch: dict[str, Any]) -> Tensor:
     positions = batch["start_positions"].clone()
     positions[[0, 2]] = batch["input_ids"].shape[1] + 1
     return positions
+
+
+def _chances(batch: dict[str, Any]) -> Tensor:
+    return torch.rand(len(batch["labels"]), 3, dtype=torch.float64).softmax(-1)
 
 
 def _weights(labels: Tensor) -> Tensor:
@@ -117,3 +123,9 @@ def test_shares_of_what_a_forward_counts_add_up(name: str) -> None:
     with torch.no_grad():
         shares = [loss.weighted_sum(model(**loss.inputs(part)), part, counts) for part in parts]
         torch.testing.assert_close(sum(shares), model(**batch).loss, rtol=1e-6, atol=0.0, check_dtype=False)
+
+
+def test_a_part_without_labels_has_a_loss_of_zero_in_16_bits_too() -> None:
+    logits = torch.full((2, 3), 6e4, dtype=torch.float16, requires_grad=True)  # whose sum is infinite
+    zero_of(logits).backward()
+    assert zero_of(logits).item() == 0.0 and not logits.grad.any()
