@@ -119,8 +119,7 @@ class RegisteredName(str):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __hash__(self) -> int:
-        return hash(self.entry)
+    __hash__ = str.__hash__
 
     def __getnewargs__(self) -> tuple[str, str]:
         return self._arguments

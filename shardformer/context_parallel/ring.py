@@ -94,7 +94,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, softmax: Sof
     logs = scores.logsumexp(-1)
     weights = (scores - _finite(logs)[..., None]).exp()
     weights = _dropped(weights, softmax)
-    return (weights @ repeated(value, query).to(weights.dtype)).to(query.dtype), logs
+    return _split(_joined(weights, value) @ value.to(weights.dtype), query).to(query.dtype), logs
 
 
 def attend_backward(
@@ -137,12 +137,14 @@ def attend_backward(
     weights = (_scores(query, key, block, softmax) - logs[..., None]).exp()
     kept = _dropped(torch.ones_like(weights), softmax)
     grad, found = grad.to(weights.dtype), found.to(weights.dtype)
-    through = (grad @ repeated(value, query).to(weights.dtype).transpose(-1, -2)) * kept
+    grad_rows = _joined(grad, value)
+    through = _split(grad_rows @ value.to(weights.dtype).transpose(-1, -2), query) * kept
     grad_scores = weights * (through - (grad * found).sum(-1, keepdim=True)) * softmax.scale
+    score_rows = _joined(grad_scores, key)
     return Gradients(
-        grad_scores @ repeated(key, query).to(weights.dtype),
-        _summed(grad_scores.transpose(-1, -2) @ query.to(weights.dtype), key),
-        _summed((weights * kept).transpose(-1, -2) @ grad, value),
+        _split(score_rows @ key.to(weights.dtype), query),
+        score_rows.transpose(-1, -2) @ _joined(query, key).to(weights.dtype),
+        _joined(weights * kept, value).transpose(-1, -2) @ grad_rows,
     )
 
 
@@ -232,7 +234,8 @@ def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
 def _scores(query: Tensor, key: Tensor, block: Block, softmax: Softmax) -> Tensor:
     """Return scores [batch, heads, queries, keys] in at least fp32, minus infinity where masked."""
     precise = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(precise) @ repeated(key, query).to(precise).transpose(-1, -2)) * softmax.scale
+    rows = _joined(query, key).to(precise) @ key.to(precise).transpose(-1, -2)
+    scores = _split(rows, query) * softmax.scale
     if block.is_causal:
         above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(above, -math.inf)
@@ -254,10 +257,14 @@ def repeated(x: Tensor, query: Tensor) -> Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
-def _summed(grad: Tensor, x: Tensor) -> Tensor:
-    """Sum the gradient of repeated heads to the gradient of the original heads."""
-    groups = grad.shape[1] // x.shape[1]
-    return grad if groups == 1 else grad.unflatten(1, (-1, groups)).sum(2)
+def _joined(x: Tensor, key: Tensor) -> Tensor:
+    """Put the heads of [batch, heads, queries, any] that read one key/value head behind each other, as its rows."""
+    return x if x.shape[1] == key.shape[1] else x.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+
+
+def _split(rows: Tensor, query: Tensor) -> Tensor:
+    """Undo `_joined`: [batch, key/value heads, rows, any] -> [batch, heads, queries, any]."""
+    return rows if rows.shape[1] == query.shape[1] else rows.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
 # Source rank of the keys -> the blocks in which this rank's queries attend to them.

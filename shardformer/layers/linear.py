@@ -28,7 +28,7 @@ from shardformer.distributed.collectives import (
 from shardformer.distributed.process_groups import LOCAL, ProcessGroups, new_group
 from shardformer.distributed.sequence_parallel import SequenceParallel, first_input
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.matmul.kernel import LinearKernel, autocast
+from shardformer.matmul.kernel import LinearKernel, autocast, linear
 from shardformer.matmul.native import NATIVE, Blocked, MatmulLayer, is_transposed
 from shardformer.matmul.quantised import KINDS
 from shardformer.shard_spec import Part, ShardSpec, annotate, pad_to_multiple, parameter_like, shard_parameter
@@ -246,8 +246,9 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
         self.layers = tuple(layers)
-        self._key: tuple[int, int, bool] | None = None
         self._input: Tensor | None = None
+        self._version: int | None = None  # of the input; None for a pending gather, which writes its values later
+        self._differentiates = False
         self._copied: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         for layer in self.layers:
@@ -257,21 +258,19 @@ class SharedInput:
         """Return the output of one layer; the first call for an input computes those of all layers."""
         if torch.compiler.is_compiling():
             return layer.project(x)
-        # A pending gather writes its values later, which counts as a new version.
-        is_pending = hasattr(x, "pending_gather")
-        if not is_pending and x.is_inference():  # nothing tells whether it was written to since
-            return layer.project(x)
-        key = (id(x), -1 if is_pending else x._version, torch.is_grad_enabled())
-        if self._key != key or id(layer) not in self._outputs:
-            if layer is not self.layers[0]:
+        is_same = x is self._input and torch.is_grad_enabled() is self._differentiates
+        if not is_same or id(layer) not in self._outputs or self._version not in (None, x._version):
+            is_pending = hasattr(x, "pending_gather")
+            # Of a tensor of inference mode nothing tells whether it was written to since.
+            if layer is not self.layers[0] or (not is_pending and x.is_inference()):
                 return layer.project(x)
             outputs = _project(x, self.layers)
-            # Keep the input alive while outputs wait, so that its id cannot be reused.
-            self._key, self._input = key, x
-            self._outputs = {id(each): out for each, out in zip(self.layers, outputs, strict=True)}
+            self._input, self._differentiates = x, torch.is_grad_enabled()
+            self._version = None if is_pending else x._version
+            self._outputs = dict(zip(map(id, self.layers), outputs, strict=True))
         out = self._outputs.pop(id(layer))
         if not self._outputs:
-            self._key = self._input = None
+            self._input = None
         return out
 
     def copied(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
@@ -389,8 +388,9 @@ def copies_group(group: ProcessGroup, copies: int) -> ProcessGroup | None:
 def _project(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Sequence[Tensor]:
     """Compute [..., in] -> [..., local out] for each layer; all of them read `x`."""
     kernel = layers[0].kernel
-    if any(layer.kernel is not kernel for layer in layers):
-        return LinearKernel.columns(kernel, layers, x)
+    for layer in layers:
+        if layer.kernel is not kernel:
+            return LinearKernel.columns(kernel, layers, x)
     return kernel.columns(layers, x)
 
 
@@ -446,7 +446,8 @@ class MultiQueryLinear(ParallelModule, MatmulLayer):
         bias = None if self.bias is None else torch.cat([self.bias[rows] for rows in self.rows])
         if hasattr(x, "pending_gather"):  # no overlap for this rare layer
             x = x.pending_gather.tokens()
-        return self.linear(x if self.input_is_gathered else copy_to_region(x, self.group), weight, bias)
+        x = x if self.input_is_gathered else copy_to_region(x, self.group)
+        return linear(x, weight, bias, self.kernel, self.weight_grad_store)
 
 
 class StateSpaceProjection(ColumnParallelLinear):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from shardformer.matmul.kernel import WeightGradStore, embedding, has_grad_buffer
+from shardformer.matmul.kernel import WeightGradStore, embedding, has_grad_buffer, linear
 from shardformer.matmul.native import MatmulLayer
 from shardformer.matmul.quantised import is_quantised
 from shardformer.shard_spec import grad_group_of
@@ -118,7 +118,8 @@ class Linear(MatmulLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute what the native layer computes, with its kernel."""
-        return self.linear(input, self.weight, self.bias if self.adds_bias else None)
+        bias = self.bias if self.adds_bias else None
+        return linear(input, self.weight, bias, self.kernel, self.weight_grad_store)
 
 
 class Conv1D(MatmulLayer, nn.Module):
@@ -128,7 +129,8 @@ class Conv1D(MatmulLayer, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute what the native layer computes, with its kernel."""
-        return self.linear(x, self.weight.t(), self.bias if self.adds_bias else None)
+        bias = self.bias if self.adds_bias else None
+        return linear(x, self.weight.t(), bias, self.kernel, self.weight_grad_store)
 
 
 class Embedding(nn.Embedding):

@@ -106,9 +106,10 @@ def no_view(x: Tensor) -> Tensor:
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast tensors of one device as autocast casts its operators' inputs, in the graph; never fp64."""
-    dtype = autocast_dtype(tensors[0].device)
-    if dtype is None:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
         return tensors
+    dtype = torch.get_autocast_dtype(device)
     return tuple(each.to(dtype) if each is not None and _is_eligible(each) else each for each in tensors)
 
 
@@ -194,7 +195,8 @@ def weight_gradient(
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Look up the rows `ids` of `weight`, [rows, hidden]: [..., hidden]; row `padding_idx` gets no gradient."""
-    has_own = weight.is_leaf and not weight.is_cuda and _writes_to_buffer(weight)
+    is_own = weight.is_leaf and not weight.is_cuda and not torch.compiler.is_compiling()
+    has_own = is_own and has_grad_buffer(weight)
     return _Lookup.apply(ids, weight, padding_idx) if has_own else F.embedding(ids, weight, padding_idx)
 
 
@@ -231,19 +233,12 @@ def linear(
 ) -> Tensor:
     """Compute x W^T + b: [..., in] -> [..., out]."""
     x, weight, bias = autocast(x, weight, bias)
-    if backend.is_native and not (store is not None and store.splits) and not _writes_to_buffer(weight):
-        return F.linear(x, weight, bias)
-    return _untraced_linear(x, weight, bias, backend, store)
-
-
-def _writes_to_buffer(weight: Tensor) -> bool:
-    """Return whether the backward pass of a product has to write the gradient of `weight` to its buffer.
-
-    A compiled graph does not: its gradients reach their buffers like those of other operators.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return has_grad_buffer(weight if weight.is_leaf else weight._base)
+    has_own = not backend.is_native or (store is not None and store.splits)
+    if torch.compiler.is_compiling():  # gradients of graphs reach their buffers like those of other operators
+        return _untraced_linear(x, weight, bias, backend, store) if has_own else F.linear(x, weight, bias)
+    if has_own or has_grad_buffer(weight if weight.is_leaf else weight._base):
+        return _Linear.apply(x, weight, bias, backend, store)
+    return F.linear(x, weight, bias)
 
 
 def matrix(x: Tensor) -> Tensor:

@@ -50,13 +50,16 @@ class Native(Products, LinearKernel):
         if torch.compiler.is_compiling():
             return super().columns(layers, x)
         first, count = layers[0], len(layers)
-        weights = [layer.matrix for layer in layers]
-        biases = [layer.added_bias for layer in layers]
+        weights, biases = [], []
+        for layer in layers:
+            weights.append(layer.matrix)
+            biases.append(layer.bias if layer.adds_bias else None)
         pending = getattr(x, "pending_gather", None)
         if pending is not None:
             return GatheredLinear.apply(pending.local, pending, first, count, *autocast(*weights, *biases))
         if first.input_is_gathered:
-            return [first.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+            kernel, store = first.kernel, first.weight_grad_store
+            return [linear(x, weight, bias, kernel, store) for weight, bias in zip(weights, biases, strict=True)]
         x, *parameters = autocast(x, *weights, *biases)
         return ColumnLinear.apply(x, first.group, first, count, *parameters)
 
@@ -82,10 +85,6 @@ class MatmulLayer:
     kernel: LinearKernel = NATIVE  # keeps the weight and computes the products
     # defers the weight gradients of split backward passes; None if no pass is split
     weight_grad_store: WeightGradStore | None = None
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute x W^T + b by the three products of a kernel that has them: [..., in] -> [..., out]."""
-        return linear(x, weight, bias, self.kernel, self.weight_grad_store)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -167,7 +166,7 @@ class ColumnLinear(torch.autograd.Function):
         ctx.backend, ctx.store = layer.kernel, layer.weight_grad_store
         outputs = []
         for weight, bias in zip(weights, biases, strict=True):
-            outputs.append(ctx.backend.forward(x, weight, bias))
+            outputs.append(layer.kernel.forward(x, weight, bias))
         return tuple(outputs)
 
     @staticmethod

@@ -232,8 +232,8 @@ def _begin(maker: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         packed_documents.may_be_packed(given)
         and not packed_documents.asks_for_cache(given)
         and restarts(given[POSITIONS])
+        and not packed_documents.runs_flash(maker)  # which is told of borders
     )
-    is_asked &= not packed_documents.runs_flash(maker)  # which is told of borders
     _running.set(_Documents(packed_documents.document_starts(given[POSITIONS]).cumsum(-1)) if is_asked else None)
 
 

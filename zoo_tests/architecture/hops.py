@@ -50,9 +50,11 @@ class Hops:
     Attributes:
         files, functions: entered.
         depth: most functions of the library on the stack at once.
+        calls: of functions of the library.
     """
 
     def __init__(self) -> None:
+        self.calls = 0
         self.files: set[str] = set()
         self.functions: set[tuple[str, int, str]] = set()
         self.depth = 0
@@ -74,6 +76,7 @@ class Hops:
         elif not self._importing and _is_ours(code.co_filename):
             self._here += step
             self.depth = max(self.depth, self._here)
+            self.calls += event == "call"
             self.files.add(code.co_filename)
             self.functions.add((code.co_filename, code.co_firstlineno, code.co_qualname))
 
@@ -134,6 +137,7 @@ def _of_rank(rank: int, folder: str) -> dict[str, Any]:
         "files of a step": len(later.files),
         "functions of a step": len(later.functions),
         "depth of a step": later.depth,
+        "calls of a step": later.calls,
         "entered by a step": later.by_file(),
         "entered by boost": boost.by_file(),
     }

@@ -18,7 +18,7 @@ from booster.errors import NonFiniteError
 from booster.logging import get_logger
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.zero.bucket import Bucket
-from plugins.hybrid_parallel.zero.bucket_layout import native_grad
+from plugins.hybrid_parallel.zero.bucket_layout import NATIVE_GRAD
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.distributed.process_groups import all_gather_json
 from shardformer.stages.placeholders import StagePlaceholder
@@ -171,7 +171,7 @@ class ModuleWatch:
 
     def _on_parameter(self, name: str, param: nn.Parameter) -> None:
         self._clock += 1
-        grad = native_grad(param)
+        grad = NATIVE_GRAD.__get__(param)
         if grad is not None and is_bad(grad):
             self._see(f"the gradient of {name}", grad, is_origin=self._key not in self._backward)
 
@@ -381,7 +381,7 @@ def _gradients(optimizer: HybridParallelOptimizer, mesh: HybridMesh) -> Iterator
             name = optimizer.names[param]
             # The gradient of a tied weight is a sum over its uses, so it may be bad before the weight is reached.
             is_tied = int(name in optimizer.aliases)
-            order = (is_tied, -mesh.rank("pp"), arrival.get(param, len(arrival)), int(not is_own))
+            order = (is_tied, -mesh.rank("pp"), arrival.get(id(param), len(arrival)), int(not is_own))
             text = f"the gradient of {name} is the first in the backward pass, with {describe(gradient)}"
             is_sum = not is_own and bucket.options.dp_group.size() > 1
             place = f"stage {mesh.rank('pp')} of the sum over all replicas" if is_sum else mesh.place

@@ -193,6 +193,7 @@ class ExactBucket(Bucket):
         self.written.clear()
         self.in_passes.clear()
         self.norm = self._work = self._result = self._reduced = None
+        self.launched = False
 
     def _kept_is_exact(self) -> bool:
         return self._kept is not None and self.shard_grads._version == self._versions_of["kept"]

@@ -67,6 +67,7 @@ class Bucket:
         sharded: the parameters, if ranks keep only their shard of them.
         written: indices of parameters with local gradients that are not reduced yet.
         in_passes: indices of parameters with gradients in passes that were reduced by themselves.
+        launched: whether the reduction of this step's gradients has started.
         norm: Euclidean, of the shard of the reduced gradients (0-d, float64); None if it is not known.
         is_shown: whether user code may hold views of the reduced gradients.
         memory, results: memory of local gradients, and of reductions to shards.
@@ -121,15 +122,16 @@ class Bucket:
         self._flat_grads: Tensor | None = None
         self.shard_grads: Tensor | None = None
         self.written, self.used, self.in_passes = set[int](), set[int](), set[int]()
-        self.adds = self.is_shown = False
+        self.adds = self.is_shown = self.launched = False
         self.norm: Tensor | None = None
         self._lent: set[int] = set()  # parameters whose slots were handed to a matmul to write gradients to
         self._stale: set[int] = set()  # parameters with dropped gradients whose values are still in the shard
         self._waiting: dict[int, tuple[Tensor, bool]] = {}  # not in `_flat_grads` yet; are those of earlier passes?
         self._num_waiting = 0
         self._forget_views()
-        # Whether later steps have their gradients in the same memory of a GPU.
-        self._keeps_views = params[0].is_cuda and options.num_shards == 1 and not options.states.is_offloaded
+        # Whether later steps have their gradients in the same memory. On CPUs autograd takes over views that are new.
+        self._keeps_pieces = options.num_shards == 1 and not options.states.is_offloaded and self.sum_dtype is None
+        self._keeps_views = self._keeps_pieces and params[0].is_cuda
         self._work: Any = None
         self._pending: ReduceScatterHandle | None = None
         self._result: Tensor | None = None
@@ -154,11 +156,6 @@ class Bucket:
     # ----- accumulation of the gradients of passes -----
 
     @property
-    def launched(self) -> bool:
-        """Whether the reduction of this step's gradients has started."""
-        return self._result is not None or self._pending is not None
-
-    @property
     def flat_grads(self) -> Tensor | None:
         """The local gradients of all parameters, while this rank has them."""
         if self._waiting:
@@ -173,16 +170,14 @@ class Bucket:
         """Add a local gradient to the bucket; `stays`: whether no other code changes `grad` later."""
         if self.launched:
             raise RuntimeError("a gradient arrived after its bucket was reduced; run the backward pass once a step")
-        if stays and grad.is_cuda and index not in self._lent:
-            self._wait_for_others(index, grad)
-            return
-        self._provide_flat_grads()
         if index in self._lent:
             self._lent.discard(index)
             self.written.add(index)
             flat = self._flat_grads
             if grad.data_ptr() != flat.data_ptr() + self.offsets[index] * flat.element_size():
                 self._grad_view(index).copy_(grad)  # autograd has summed it with other gradients
+        elif stays and grad.is_cuda:
+            self._wait_for_others(index, grad)
         elif index in self.written:
             self.adds = True
             self._grad_view(index).add_(grad)
@@ -197,11 +192,12 @@ class Bucket:
         """
         if self.launched or index in self._lent:
             return None
-        self._provide_flat_grads()
-        adds = index in self.written
+        if self._flat_grads is None:
+            self._provide_flat_grads()
+        view, adds = self._grad_view(index), index in self.written
         self.adds = self.adds or adds
-        (self.written if self._flat_grads.is_cuda else self._lent).add(index)
-        return self._grad_view(index), adds
+        (self.written if view.is_cuda else self._lent).add(index)
+        return view, adds
 
     def forget_waiting(self) -> None:
         """Drop the gradients that are not in the flat tensor yet."""
@@ -221,7 +217,6 @@ class Bucket:
     def _take_waiting(self) -> None:
         waiting = dict(self._waiting)
         self.forget_waiting()
-        self._provide_flat_grads()
         for adds, take in ((False, torch._foreach_copy_), (True, bucket_layout.add_together)):
             chosen = {index: grad for index, (grad, is_added) in waiting.items() if is_added is adds}
             if chosen:
@@ -238,20 +233,27 @@ class Bucket:
             zero([self._flat_grads[start:stop] for start, stop in self._gaps])
 
     def _grad_view(self, index: int) -> Tensor:
+        # What is called for each parameter in each pass costs the host: few functions, and one operator for a view.
         if index in self._waiting:
             self._take_waiting()
+        if self._flat_grads is None:
+            self._provide_flat_grads()
         flat = self._flat_grads
-        if not self._keeps_views:
-            return self._view_of(flat, index)
-        if self._viewed is not flat:
-            self._viewed, self._views = flat, [self._view_of(flat, each) for each in range(len(self.params))]
-        return self._views[index]
+        if self._keeps_views and self._viewed is not flat:
+            self._viewed, self._views = flat, {}
+        view = self._views.get(index)
+        if view is None:
+            place = self.offsets[index] + flat.storage_offset()
+            view = flat.as_strided(self.params[index].shape, self._strides[index], place)
+            if self._keeps_views:
+                self._views[index] = view
+        return view
 
     def _views_of_pieces(self, grads: Tensor) -> list[Tensor]:
         """Return the gradient of each piece, given the shard of them; the same views in each step if that can be."""
         if self._pieces_viewed is not grads:
             views = [piece.view(grads).view_as(piece.parameter) for piece in self.pieces]
-            if not self._keeps_views:
+            if not self._keeps_pieces or grads is not self.shard_grads:
                 return views
             self._pieces_viewed, self._piece_views = grads, views
         return self._piece_views
@@ -259,19 +261,15 @@ class Bucket:
     def _forget_views(self) -> None:
         self._viewed: Tensor | None = None  # the tensor that `_views` are views of
         self._pieces_viewed: Tensor | None = None
-        self._views, self._piece_views = list[Tensor](), list[Tensor]()
-
-    def _view_of(self, flat: Tensor, index: int) -> Tensor:
-        # One operator, where a slice and its view are two: this runs for each parameter in each pass.
-        return flat.as_strided(
-            self.params[index].shape, self._strides[index], self.offsets[index] + flat.storage_offset()
-        )
+        self._views, self._piece_views = dict[int, Tensor](), list[Tensor]()
 
     # ----- reduction over the data-parallel ranks -----
 
     def launch(self) -> None:
         """Start the reduction over the data-parallel ranks."""
-        self._provide_flat_grads()
+        self.launched = True
+        if self._flat_grads is None:
+            self._provide_flat_grads()
         zero([self._grad_view(index) for index in range(len(self.params)) if index not in self.written])
         if self.options.num_shards == 1:
             self._result = self.flat_grads
@@ -330,6 +328,7 @@ class Bucket:
         self.written.clear()
         self.adds = False
         self._work = self._result = self.norm = None
+        self.launched = False
 
     def complete(self, factor: Tensor | None) -> None:
         """Complete the reduction; `factor`: factor on this step's gradients; None for no scaling."""
@@ -370,6 +369,7 @@ class Bucket:
         self.written.clear()
         self.in_passes.clear()
         self._work = self._result = None
+        self.launched = False
 
     def _keep_on_host(self) -> None:
         """Add the result of the reduction on a GPU to the shard in host memory."""

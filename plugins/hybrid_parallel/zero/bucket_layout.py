@@ -380,7 +380,7 @@ class TiedParameter:
     counted: bool  # whether the global norm counts this rank's copy
 
 
-_NATIVE = torch._C.TensorBase.grad  # where autograd leaves the gradient of one pass
+NATIVE_GRAD = torch._C.TensorBase.grad  # where autograd leaves the gradient of one pass
 _NATIVE_DATA = torch._C.TensorBase.data
 
 
@@ -390,7 +390,7 @@ class BucketParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient that the optimizer will use; ConfigurationError if this rank does not have all of it."""
-        own, place = native_grad(self), _place_of(self)
+        own, place = NATIVE_GRAD.__get__(self), _place_of(self)
         if own is not None or place is None or torch.compiler.is_compiling():
             return own
         bucket, index = place
@@ -403,9 +403,9 @@ class BucketParameter(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         place = _place_of(self)
         if place is None:
-            _NATIVE.__set__(self, value)
+            NATIVE_GRAD.__set__(self, value)
             return
-        clear_native_grad(self)
+        NATIVE_GRAD.__set__(self, None)
         bucket, index = place
         if value is None:
             bucket.forget_grad(index)
@@ -479,16 +479,6 @@ def hide_values(param: nn.Parameter, owner: ShardedParameters) -> None:
 def show_values(param: nn.Parameter) -> None:
     """Undo `hide_values`."""
     param.__class__ = param.shown_class
-
-
-def native_grad(param: nn.Parameter) -> Tensor | None:
-    """Return the gradient that autograd has left since the last `clear_native_grad`."""
-    return _NATIVE.__get__(param)
-
-
-def clear_native_grad(param: nn.Parameter) -> None:
-    """Clear the gradient that autograd has left."""
-    _NATIVE.__set__(param, None)
 
 
 def give_gradient(param: nn.Parameter, grad: Tensor) -> bool:

@@ -17,7 +17,7 @@ from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.loss.arithmetic import Counts, LossScale, norm_of, scaled, unscaled
 from plugins.hybrid_parallel.pipeline.schedule import Action, Kind
 from plugins.hybrid_parallel.zero.bucket import Bucket, resident
-from plugins.hybrid_parallel.zero.bucket_layout import clear_native_grad, native_grad
+from plugins.hybrid_parallel.zero.bucket_layout import NATIVE_GRAD
 from plugins.hybrid_parallel.zero.whole_parameters import assemble, gather_pieces
 from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream
@@ -185,7 +185,7 @@ class GradientReducer:
         self.counts: Counts | None = None  # of the losses of gradients that are pending; None for means
         self.is_reached = False  # whether a gradient has arrived since this was reset
         self.expects_none = False  # inside the backward pass of a loss of outputs that stages have computed
-        self.arrival: dict[nn.Parameter, int] = {}  # the order in which the first backward pass reached them
+        self.arrival: dict[int, int] = {}  # id of a parameter -> its place in the first backward pass
         self._final = False  # inside the backward pass that completes the gradients
         self._complete: dict[Bucket, set[int]] = {}
         self._queue: list[Bucket] | None = None  # what this pass reduces, in order; None: what is left at the end
@@ -338,7 +338,8 @@ class GradientReducer:
                 return None
             found = bucket.borrow_grad_view(index)
             if found is not None and param.is_cuda:
-                reducer._note_arrival(param)
+                reducer.is_reached = True
+                reducer.arrival.setdefault(id(param), len(reducer.arrival))
             return found
 
         return place
@@ -346,39 +347,41 @@ class GradientReducer:
     def _hook(self, bucket: Bucket, index: int) -> Callable[[nn.Parameter], None]:
         reference, bucket_reference = weakref.ref(self), weakref.ref(bucket)
 
+        # Runs for each parameter in each pass, so that it calls little.
         def take_gradient(param: nn.Parameter) -> None:
             reducer = reference()
-            if reducer is not None:
-                reducer._take_gradient(param, bucket_reference(), index)
+            if reducer is None:
+                return
+            gradient = NATIVE_GRAD.__get__(param)
+            NATIVE_GRAD.__set__(param, None)
+            if not reducer.accepting or reducer.expects_none:
+                raise reducer._unexpected()
+            bucket = bucket_reference()
+            if gradient is not None:
+                bucket.accumulate(index, gradient, stays=True)
+                reducer.is_reached = True
+                reducer.arrival.setdefault(id(param), len(reducer.arrival))
+            elif index not in bucket.written:  # the first half of a split backward pass defers it
+                return
+            # A pass within an accumulation completes the buckets of its queue alone: not those of experts on one rank.
+            if reducer._final and reducer.overlap and (reducer._queue is reducer.buckets or bucket in reducer._queue):
+                complete = reducer._complete[bucket]
+                complete.add(index)
+                if len(complete) == len(bucket.params):
+                    reducer._launch_complete()
 
         return take_gradient
 
-    def _take_gradient(self, param: nn.Parameter, bucket: Bucket, index: int) -> None:
-        gradient = native_grad(param)
-        clear_native_grad(param)
+    def _unexpected(self) -> Exception:
         if not self.accepting:
-            raise RuntimeError(
+            return RuntimeError(
                 "call booster.backward(loss, optimizer) instead of loss.backward(), with what boost() returned: "
                 "model, optimizer = booster.boost(model, optimizer)"
             )
-        if self.expects_none:
-            raise ConfigurationError(
-                "the loss reads a weight besides the model's outputs, and another pipeline stage may count it too; "
-                "compute it from the model's outputs (a penalty on weights is the optimizer's weight_decay)"
-            )
-        if gradient is not None:
-            bucket.accumulate(index, gradient, stays=True)
-            self._note_arrival(param)
-        elif index not in bucket.written:  # the first half of a split backward pass defers it
-            return
-        # A pass within an accumulation completes the buckets of its queue alone: not those of experts on one rank.
-        if self._final and self.overlap and (self._queue is self.buckets or bucket in self._queue):
-            self._complete[bucket].add(index)
-            self._launch_complete()
-
-    def _note_arrival(self, param: nn.Parameter) -> None:
-        self.is_reached = True
-        self.arrival.setdefault(param, len(self.arrival))
+        return ConfigurationError(
+            "the loss reads a weight besides the model's outputs, and another pipeline stage may count it too; "
+            "compute it from the model's outputs (a penalty on weights is the optimizer's weight_decay)"
+        )
 
     def _launch_complete(self) -> None:
         while self._queue is not None and self._next < len(self._queue):

@@ -403,7 +403,7 @@ class UserGroups:
     ) -> None:
         self._groups, self._wholes = groups, wholes
         self._places = {param: place for group in order for place, param in enumerate(group) if param is not None}
-        self._held: dict[nn.Parameter, int] = {}
+        self._held: dict[int, int] = {}  # id of a parameter in the groups -> place
         for group in groups:
             group["params"].clear()  # in place: an optimizer may keep the list (LBFGS)
 
@@ -417,15 +417,15 @@ class UserGroups:
                 bucket.group_index, {piece: self._places[param] for piece, param in pieces if param not in self._wholes}
             )
         for group in self._groups:
-            group["params"].sort(key=self._held.__getitem__)
+            group["params"].sort(key=lambda param: self._held[id(param)])
 
     def _add(self, index: int, places: dict[nn.Parameter, int]) -> None:
-        self._held |= places
+        self._held |= {id(param): place for param, place in places.items()}
         self._groups[index]["params"] += places
 
     def refuse_strangers(self) -> None:
         """Refuse parameters that were added to a group after `boost`: they would have no gradients here."""
-        if not all(all(map(self._held.__contains__, group["params"])) for group in self._groups):
+        if not all(self._held.keys() >= set(map(id, group["params"])) for group in self._groups):
             raise ConfigurationError(
                 "optimizer.param_groups holds a parameter that was added after boost(); add it to the optimizer "
                 "before, frozen by requires_grad=False until it is to be trained"

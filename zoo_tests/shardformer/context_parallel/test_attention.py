@@ -151,12 +151,14 @@ class _Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(("rank", "window"), [(0, None), (3, None), (3, 1024)])
-def test_the_largest_tensor_of_a_long_row_is_one_of_its_tokens(rank: int, window: int | None) -> None:
+@pytest.mark.parametrize(("rank", "window", "is_packed"), [(0, None, True), (3, None, False), (3, 1024, True)])
+def test_the_largest_tensor_of_a_long_row_is_one_of_its_tokens(rank: int, window: int | None, is_packed: bool) -> None:
     """32,768 tokens on 4 ranks, in bf16 with 32 heads of 128: 134 MB in fp32, where scores would have 8.6 GB."""
     length, (heads, groups, size) = 32768, (32, 8, 128)
     positions = torch.cat([torch.arange(each) for each in (9000, 1000, 3, 12765, 10000)])[None]
-    of = ContextParallelPass(_axis(4, rank), length, positions=positions)
+    real = torch.arange(length)[None] < 30000
+    facts = {"positions": positions} if is_packed else {"real": real, "mask_on_host": real}
+    of = ContextParallelPass(_axis(4, rank), length, **facts)
     function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     mask = ContextMask(of, function, 1, torch.device("meta"))
     part = length // 4
