@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.utils.derived_modules import derive
+from shardformer.utils.untraced import defines_operators
 
 Result = TypeVar("Result")
 
@@ -98,12 +99,9 @@ def in_parallel_region(rank: int, function: Callable[..., Result], x: Tensor, *a
     return ops.leave_region(found, states)
 
 
-@cache
-def prepare_tracing_of_regions() -> None:
-    """Define the operators of regions in graphs; call this before anything compiles.
-
-    Not on import: `torch.library` looks through all modules, and would load those that load themselves when used.
-    """
+@defines_operators
+def define_regions() -> None:
+    """Define the operators of regions in graphs."""
     tags = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # states of the host are not recorded
     random_op = partial(torch.library.custom_op, mutates_args=(), tags=tags)
 

@@ -16,15 +16,21 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from copy import copy
+from functools import cache, partial
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardformer.matmul.kernel import no_view
+from shardformer.matmul.kernel import matrix, no_view
 from shardformer.matmul.native import Native
+from shardformer.utils.untraced import defines_operators
 
+_NUMBERS = count()  # of kernels
 _BLOCK = 32  # values with one scale in mxfp8
 
 
@@ -188,6 +194,8 @@ class Float8(Native):
     multiple = 16
 
     def __init__(self) -> None:
+        self.key = str(next(_NUMBERS))
+        _KERNELS[self.key] = self
         # Parameter -> its version, and its rounded values; None outside of `reusing_weights`.
         self._weights: dict[nn.Parameter, tuple[int, _Rounded]] | None = None
         # Whether a gradient -> the last one, or the last activation, its version, and its rounded values.
@@ -228,6 +236,10 @@ class Float8(Native):
             known = self.kind(parameter.detach())
             self._weights[parameter] = parameter._version, known
         return known.transposed() if is_transposed else known
+
+    def traced(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply in a graph, by one operator."""
+        return torch.ops.booster.fp8_linear(x, weight, bias, self.key)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply in FP8: [..., in] -> [..., out]."""
@@ -282,6 +294,53 @@ class Mx(Float8):
 
     def _rounded_columns(self, x: Tensor, is_gradient: bool = False) -> _Rounded:
         return self.kind(F.pad(x, (0, 0, 0, -len(x) % _BLOCK)).t())
+
+
+_KERNELS: WeakValueDictionary[str, Float8] = WeakValueDictionary()  # by the names that operators of graphs have
+
+
+def _for_one_call(key: str) -> Float8:
+    """Return a kernel with the same rounded weights that knows no inputs: graphs write new ones to their memory."""
+    kernel = copy(_KERNELS[key])
+    kernel._latest = {}
+    return kernel
+
+
+@defines_operators
+def define_products() -> None:
+    """Define the operators of products in graphs, whose rounding torch does not see."""
+    operator = partial(torch.library.custom_op, mutates_args=())
+
+    @operator("booster::fp8_linear")
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
+        return _for_one_call(key).forward(x, weight, bias)
+
+    @operator("booster::fp8_linear_backward")
+    def gradients(
+        grad: Tensor, x: Tensor, weight: Tensor, of_x: bool, of_weight: bool, key: str
+    ) -> tuple[Tensor, Tensor]:
+        kernel, flat = _for_one_call(key), matrix(grad).contiguous()
+        grad_x = kernel.grad_input(flat, weight).view(x.shape) if of_x else x.new_empty(0)
+        return grad_x, kernel.grad_weight(flat, matrix(x)) if of_weight else x.new_empty(0)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, ctx.key = inputs
+        ctx.save_for_backward(x, weight)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        found = torch.ops.booster.fp8_linear_backward(grad, *ctx.saved_tensors, of_x, of_weight, ctx.key)
+        of_inputs = (each if need else None for each, need in zip(found, (of_x, of_weight), strict=True))
+        return *of_inputs, matrix(grad).sum(0) if of_bias else None, None
+
+    product.register_fake(lambda x, weight, bias, key: x.new_empty((*x.shape[:-1], len(weight))))
+    gradients.register_fake(
+        lambda grad, x, weight, of_x, of_weight, key: (
+            x.new_empty(x.shape if of_x else 0),
+            x.new_empty(weight.shape if of_weight else 0),
+        )
+    )
+    product.register_autograd(backward, setup_context=keep)
 
 
 FP8_RECIPES = {"tensorwise": Float8, "rowwise": Rowwise, "mxfp8": Mx}

@@ -78,6 +78,10 @@ class Products:
         out = F.linear(x, weight, bias)
         return no_view(out) if out._is_view() else out
 
+    def traced(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute [..., in] -> [..., out] in a graph, with gradients."""
+        return F.linear(x, weight, bias)
+
     def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Compute the input gradient, [tokens, in], from the output gradient, [tokens, out]."""
         return grad @ weight
@@ -233,10 +237,10 @@ def linear(
 ) -> Tensor:
     """Compute x W^T + b: [..., in] -> [..., out]."""
     x, weight, bias = autocast(x, weight, bias)
-    has_own = not backend.is_native or (store is not None and store.splits)
+    splits = store is not None and store.splits
     if torch.compiler.is_compiling():  # gradients of graphs reach their buffers like those of other operators
-        return _untraced_linear(x, weight, bias, backend, store) if has_own else F.linear(x, weight, bias)
-    if has_own or has_grad_buffer(weight if weight.is_leaf else weight._base):
+        return _untraced_linear(x, weight, bias, backend, store) if splits else backend.traced(x, weight, bias)
+    if splits or not backend.is_native or has_grad_buffer(weight if weight.is_leaf else weight._base):
         return _Linear.apply(x, weight, bias, backend, store)
     return F.linear(x, weight, bias)
 

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _UNTRACED: list[Any] = []
 _CONSTANT: list[Callable[..., Any]] = []
+_OPERATORS: list[Callable[[], None]] = []
 
 
 def untraced(function: Callable[..., Any]) -> Any:
@@ -63,6 +64,21 @@ def prepare_tracing() -> None:
             call.between_graphs = torch.compiler.disable(call.__wrapped__)
     for function in _CONSTANT:
         torch.compiler.assume_constant_result(function)
+
+
+def defines_operators(function: Callable[[], None]) -> Callable[[], None]:
+    """Mark a function that defines operators of graphs, which `define_operators` calls once.
+
+    Not on import: `torch.library` looks through all modules, and would load those that load themselves when used.
+    """
+    _OPERATORS.append(cache(function))
+    return _OPERATORS[-1]
+
+
+def define_operators() -> None:
+    """Define the operators of graphs; call this before anything compiles."""
+    for define in _OPERATORS:
+        define()
 
 
 def is_compiler_loaded() -> bool:

@@ -372,6 +372,7 @@ class HybridParallelConfig:
         if not self.kernels.compile_layers:
             return ["cuda_graphs=True records compiled layers; use compile_layers=True, or cuda_graphs=False"]
         moving = self._breaks_of_graphs()
+        moving += ["precision='fp8'"] if self.mixed_precision.precision == "fp8" else []
         moving += [f"pp_size={self.parallel.pp_size}"] if self.parallel.pp_size > 1 else []
         moving += ["zero_stage=3"] if self.zero.zero_stage == 3 else []
         moving += [
@@ -389,8 +390,6 @@ class HybridParallelConfig:
         """Return the options whose operations run between the graphs of a compiled layer."""
         sizes = {name: getattr(self.parallel, name) for name in ("cp_size", "ep_size")}
         breaks = [f"{name}={size}" for name, size in sizes.items() if size > 1]
-        if self.mixed_precision.precision == "fp8":
-            breaks.append("precision='fp8'")
         return breaks + ([f"pp_style={self.pipeline.pp_style!r}"] if self.schedule.splits_backward else [])
 
 

@@ -21,9 +21,8 @@ from plugins.hybrid_parallel.config.groups import KernelOptions
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature
 from shardformer.attention.registry import trace_lookups
-from shardformer.distributed.random import prepare_tracing_of_regions
 from shardformer.layers.fused_ops import has_compiler
-from shardformer.utils.untraced import prepare_tracing
+from shardformer.utils.untraced import define_operators, prepare_tracing
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel
@@ -107,7 +106,7 @@ def compile_layers(model: nn.Module, *, communicates: bool = False, patches: _Pa
     from torch._dynamo import config
 
     prepare_tracing()
-    prepare_tracing_of_regions()
+    define_operators()
     trace_lookups()
     config.recompile_limit = max(config.recompile_limit, _RECOMPILE_LIMIT)
     compiled = cache(partial(_compiled, backend=_BACKEND, patches=patches))

@@ -51,7 +51,7 @@ from plugins.hybrid_parallel.config.groups import KernelOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.features import compilation
 from shardformer.attention.registry import RegisteredName, trace_lookups
-from shardformer.distributed.random import in_parallel_region, prepare_tracing_of_regions
+from shardformer.distributed.random import define_regions, in_parallel_region
 from shardformer.utils.derived_modules import derive
 from zoo_tests.harness.ranks import run_on_ranks
 
@@ -75,6 +75,7 @@ SAMPLE: dict[str, tuple[str, int, dict[str, Any]]] = {
 MORE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dropout": ("bert", 1, {"precision": "bf16", **RAGGED}),
     "fp8": ("llama", 1, {"precision": "fp8", **RAGGED}),
+    "fp8, tp2, recomputed": ("gpt2", 2, {"precision": "fp8", "tp_size": 2, "gradient_checkpointing": "full"}),
     "tp2, lengths": ("llama", 2, {"tp_size": 2, **RAGGED}),
     "tp2, sequence parallelism": ("llama", 2, {**SEQUENCES, **RAGGED}),
     "tp2, experts by sequence": ("mixtral", 2, SEQUENCES),
@@ -92,6 +93,7 @@ MORE: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 # Compilations: one for each kind of layer, and one more with symbolic sizes as soon as sizes change.
 WHOLE_LAYERS = {"one rank": 2, "recomputed": 1, "pp2": 1, "dp2": 1, "dropout": 2, "kinds of layers": 8}
+WHOLE_LAYERS |= {"fp8": 2, "fp8, tp2, recomputed": 1}
 WHOLE_LAYERS |= {"stage 3": 2, "stage 3, recomputed": 1, "stage 3, pp2": 1, "offloaded activations": 2}
 WHOLE_LAYERS |= {"attention that warns": 4, "tp2": 1, "tp2, recomputed": 1, "tp2, lengths": 2}
 WHOLE_LAYERS |= {"tp2, sequence parallelism": 3, "tp2, experts by sequence": 1, "tp2, fused projections": 1}
@@ -140,7 +142,8 @@ class Trained:
         rows = slice(self.plugin.dp_rank * own, (self.plugin.dp_rank + 1) * own)
         self.losses = [self.step(batch(family, step, rows, length)) for step, length in enumerate(lengths)]
         self.weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        stores = [around.__self__.store for around in self.model.around_passes if hasattr(around.__self__, "store")]
+        owners = (getattr(around, "__self__", None) for around in self.model.around_passes)
+        stores = [owner.store for owner in owners if hasattr(owner, "store")]
         self.moved = sum(os.fstat(store.file).st_size for store in stores)
         self.num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         self.num_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
@@ -174,6 +177,7 @@ def compare(family: str, options: dict[str, Any], backend: Any = None) -> tuple[
     torch.testing.assert_close(compiled.losses, eager.losses, rtol=tolerance["rtol"], atol=0)
     torch.testing.assert_close(compiled.weights, eager.weights, **tolerance)
     assert compiled.num_graphs > 0
+    assert any("fp8_linear" in name for name in targets) == (options.get("precision") == "fp8")
     if "offload_activations" in options:  # graphs save fewer tensors than their operators would
         assert min(eager.moved, compiled.moved) > mmap.PAGESIZE
     if options.get("tp_size", 1) == 1:
@@ -245,7 +249,7 @@ def test_generation_runs_eagerly() -> None:
         ({"cuda_graphs": True, "zero_stage": 3}, r"which zero_stage=3 does not keep; use cuda_graphs=False"),
         ({"cuda_graphs": True, "offload_activations": "cpu"}, r"which offload_activations='cpu' does not keep"),
         ({"cp_size": 2, "gradient_checkpointing": 0.5}, r"0.5 with compile_layers=True .* cp_size=2 interrupts"),
-        ({"precision": "fp8", "gradient_checkpointing": "full"}, r"precision='fp8' interrupts; use gradient_"),
+        ({"cuda_graphs": True, "precision": "fp8"}, r"which precision='fp8' does not keep; use cuda_graphs=False"),
         ({"pp_size": 2, "pp_style": "zbv", "gradient_checkpointing": "full"}, r"pp_style='zbv' interrupts"),
         ({"gradient_checkpointing": "operators"}, r"'operators' chooses .*, as the compiler does .*; use one of them"),
         ({"compile_layers": "inductor"}, r"compile_layers='inductor' is neither True nor False"),
@@ -348,7 +352,7 @@ def test_draws_that_a_compiler_may_move_out_of_a_region_run_as_traced(
     draws: Callable[[Tensor], Tensor], is_compiled: bool
 ) -> None:
     torch._dynamo.reset()
-    prepare_tracing_of_regions()
+    define_regions()
     assert torch.Tag.cudagraph_unsafe in torch.ops.booster.enter_region.default.tags
     compiler = mock.Mock(side_effect=lambda graph, inputs: graph.forward)
     x = torch.randn(4, 8, requires_grad=True)
