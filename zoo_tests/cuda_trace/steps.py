@@ -29,6 +29,7 @@ from plugins.hybrid_parallel.step import passes as step_batch
 from plugins.hybrid_parallel.step.passes import run_batch
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from plugins.hybrid_parallel.zero.reducer import GradientReducer
+from shardformer.layers.experts import TokenDispatcher
 from shardformer.utils.module_paths import names_of_parameters
 from zoo_tests.cuda_trace.recorder import StepCounts, StepRecorder, record_wait
 from zoo_tests.zoo import FAMILIES
@@ -132,6 +133,7 @@ def stand_ins(headers: list[p2p.Specs]) -> Iterator[None]:
         # Agreement between ranks is on the host.
         GradientReducer: {"_agree_on_used": _on_host(GradientReducer._agree_on_used)},
         boosted_model: {"check_tied": _on_host(boosted_model.check_tied)},
+        TokenDispatcher: {"_most": _on_host(TokenDispatcher._most)},
         step_batch: {
             "agreed_microbatches": _on_host(step_batch.agreed_microbatches),
             "is_known_to_all": lambda is_known, group: is_known,
