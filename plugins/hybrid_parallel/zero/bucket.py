@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -127,12 +126,11 @@ class Bucket:
         self._lent: set[int] = set()  # parameters whose slots were handed to a matmul to write gradients to
         self._stale: set[int] = set()  # parameters with dropped gradients whose values are still in the shard
         self._waiting: dict[int, tuple[Tensor, bool]] = {}  # not in `_flat_grads` yet; are those of earlier passes?
-        self._num_waiting = 0
+        self._num_waiting, self._work = 0, None
         self._forget_views()
         # Whether later steps have their gradients in the same memory. On CPUs autograd takes over views that are new.
         self._keeps_pieces = options.num_shards == 1 and not options.states.is_offloaded and self.sum_dtype is None
         self._keeps_views = self._keeps_pieces and params[0].is_cuda
-        self._work: Any = None
         self._pending: ReduceScatterHandle | None = None
         self._result: Tensor | None = None
         self._sum_of_passes: Tensor | None = None  # shard of the passes that were reduced since the last `keep`
