@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import _muon
 from transformers import LlamaForCausalLM
 
+from plugins.hybrid_parallel.zero import user_optimizer
 from shardformer.shard_spec import spec_of
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.optimizer_runs import MAKERS, check_run, start
@@ -141,3 +143,21 @@ def test_schedule_free_optimizers_switch_the_weights_of_all_ranks(layout: str) -
     assert len(set(expected)) == len(expected), "both modes have weights of their own"
     for losses in found:
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("most", [2**26, 30])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_in_batches_is_that_of_torch(nesterov: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit on a CPU, for matrices of several shapes, all in a batch or at most one or two."""
+    monkeypatch.setattr(user_optimizer, "_MOST_IN_A_BATCH", most)
+    shapes = [(6, 4), (4, 6), (6, 4), (5, 5), (4, 6)]
+    options = dict(lr=0.02, weight_decay=0.5, momentum=0.95, nesterov=nesterov, eps=1e-7, ns_steps=5)
+    options |= dict(ns_coefficients=(3.4445, -4.775, 2.0315), adjust_lr_fn=None, has_complex=False)
+    kinds: list[list[list[Tensor]]] = []
+    for update in (_muon.muon, user_optimizer.batched_muon):
+        generator = torch.Generator().manual_seed(0)
+        tensors = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(3)]
+        update(*tensors, **options)
+        kinds.append(tensors)
+    for one, other in zip(*map(sum, kinds, ([], [])), strict=True):
+        assert torch.equal(one, other)
