@@ -21,6 +21,7 @@ from plugins.hybrid_parallel.features.low_bits import multiply_in_fp8
 from shardformer.matmul import float8
 from shardformer.matmul.float8 import FP8_RECIPES, Float8, swizzled
 from shardformer.matmul.native import NATIVE
+from shardformer.utils.untraced import define_operators
 from zoo_tests.harness.ranks import run_on_ranks
 
 _SHAPES = ((37, 32), (64, 32), (37, 64))  # of input, weight and gradient
@@ -139,6 +140,21 @@ def test_sizes_that_do_not_fit_are_multiplied_as_ever() -> None:
         assert torch.equal(backend.forward(x, weight), NATIVE.forward(x, weight))
         assert torch.equal(backend.grad_input(grad, weight), NATIVE.grad_input(grad, weight))
         assert torch.equal(backend.grad_weight(grad, x), NATIVE.grad_weight(grad, x))
+
+
+def test_operators_of_graphs_find_what_eager_products_find_and_know_no_input() -> None:
+    """A graph writes new values to the memory of an input without a new version of it."""
+    define_operators()
+    kernel, (x, weight, grad) = Float8(), _factors(64, 32, 64)
+    x, weight, bias = x.requires_grad_(), nn.Parameter(weight), nn.Parameter(weight[:, 0].detach().clone())
+    with kernel.reusing_weights():
+        for factor in (1.0, 3.0):
+            x.data.mul_(factor)
+            found = kernel.traced(x, weight, bias)
+            assert torch.equal(found, Float8().forward(x, weight, bias))
+            of_x, of_weight, of_bias = torch.autograd.grad(found, (x, weight, bias), grad)
+            assert torch.equal(of_x, Float8().grad_input(grad, weight)) and torch.equal(of_bias, grad.sum(0))
+            assert torch.equal(of_weight, Float8().grad_weight(grad, x))
 
 
 def test_zeros_stay_zeros() -> None:
