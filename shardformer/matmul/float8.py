@@ -316,30 +316,26 @@ def define_products() -> None:
         return _for_one_call(key).forward(x, weight, bias)
 
     @operator("booster::fp8_linear_backward")
-    def gradients(
-        grad: Tensor, x: Tensor, weight: Tensor, of_x: bool, of_weight: bool, key: str
-    ) -> tuple[Tensor, Tensor]:
+    def gradients(grad: Tensor, x: Tensor, weight: Tensor, of_x: bool, of_w: bool, key: str) -> tuple[Tensor, Tensor]:
         kernel, flat = _for_one_call(key), matrix(grad).contiguous()
         grad_x = kernel.grad_input(flat, weight).view(x.shape) if of_x else x.new_empty(0)
-        return grad_x, kernel.grad_weight(flat, matrix(x)) if of_weight else x.new_empty(0)
+        return grad_x, kernel.grad_weight(flat, matrix(x)) if of_w else x.new_empty(0)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, _, ctx.key = inputs
         ctx.save_for_backward(x, weight)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        found = torch.ops.booster.fp8_linear_backward(grad, *ctx.saved_tensors, of_x, of_weight, ctx.key)
-        of_inputs = (each if need else None for each, need in zip(found, (of_x, of_weight), strict=True))
-        return *of_inputs, matrix(grad).sum(0) if of_bias else None, None
+        needs = ctx.needs_input_grad
+        found = torch.ops.booster.fp8_linear_backward(grad, *ctx.saved_tensors, *needs[:2], ctx.key)
+        found = (*found, matrix(grad).sum(0) if needs[2] else None)
+        return *(each if need else None for each, need in zip(found, needs, strict=False)), None
+
+    def shapes(grad: Tensor, x: Tensor, weight: Tensor, of_x: bool, of_w: bool, key: str) -> tuple[Tensor, Tensor]:
+        return x.new_empty(x.shape if of_x else 0), x.new_empty(weight.shape if of_w else 0)
 
     product.register_fake(lambda x, weight, bias, key: x.new_empty((*x.shape[:-1], len(weight))))
-    gradients.register_fake(
-        lambda grad, x, weight, of_x, of_weight, key: (
-            x.new_empty(x.shape if of_x else 0),
-            x.new_empty(weight.shape if of_weight else 0),
-        )
-    )
+    gradients.register_fake(shapes)
     product.register_autograd(backward, setup_context=keep)
 
 

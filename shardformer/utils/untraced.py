@@ -67,10 +67,7 @@ def prepare_tracing() -> None:
 
 
 def defines_operators(function: Callable[[], None]) -> Callable[[], None]:
-    """Mark a function that defines operators of graphs, which `define_operators` calls once.
-
-    Not on import: `torch.library` looks through all modules, and would load those that load themselves when used.
-    """
+    """Let `define_operators` call a function once: `torch.library` loads all modules that load themselves when used."""
     _OPERATORS.append(cache(function))
     return _OPERATORS[-1]
 
