@@ -191,7 +191,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     takes_value = {name: each.nargs is None for each in command._actions for name in each.option_strings}
     while place < len(arguments) and arguments[place].startswith("-"):
         word = arguments[place]
-        place += 1 + next((takes for name, takes in takes_value.items() if name.startswith(word)), False)
+        place += 1 + next((takes for name, takes in takes_value.items() if name.startswith(word) and word != "--"), 0)
     options = command.parse_args(arguments[: place + 1])
     options.training_script_args = arguments[place + 1 :]
     return options

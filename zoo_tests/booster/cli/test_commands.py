@@ -109,7 +109,8 @@ def test_an_option_behind_the_script_is_told_unless_the_script_takes_it(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(source)
-    options = run.options_of(["--nproc-per-node", "2", "--max-restarts=1", "--nnode", "1", str(script), *arguments])
+    start = ["--nproc-per-node", "2", "--max-restarts=1", "--nnode", "1", *(["--"] if is_told else [])]
+    options = run.options_of([*start, str(script), *arguments])
     assert (options.nproc_per_node, options.training_script_args) == ("2", arguments)
     note = run._misplaced(options)
     assert (note is not None) is is_told
