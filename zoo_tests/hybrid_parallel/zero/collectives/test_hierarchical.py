@@ -26,7 +26,7 @@ def _in_any_order() -> tuple[list[bool], int]:
     rank, group = dist.get_rank(), dist.group.WORLD
     with (
         mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.meet_neighbours", lambda group: None),
-        mock.patch("booster.failure.peers.machine", lambda: f"machine{rank // 2}"),
+        mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.machine", lambda: f"machine{rank // 2}"),
     ):
         exchange = exchange_of(group, CPU)
     assert isinstance(exchange, HierarchicalCollectives)
