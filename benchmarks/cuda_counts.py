@@ -5,9 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
-from benchmarks.harness import table
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.harness import run_ranks, table
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.reproducible import batch_invariance
 
 # Row -> system, options, number of ranks, and the rank whose step is counted.
 _ROWS: dict[str, tuple[str, dict[str, Any], int, int]] = {
@@ -69,7 +77,63 @@ def report(quick: bool) -> str:
     # DeepSpeed writes to the standard output, too.
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
     rows = [_row(name, counts) for name, counts in zip(wanted, answers, strict=True)]
-    return table("What a step asks of a GPU, counted on fake tensors", _COLUMNS, rows, _NOTE)
+    step = table("What a step asks of a GPU, counted on fake tensors", _COLUMNS, rows, _NOTE)
+    return f"{step}\n{_batch_invariant()}"
+
+
+# ----- log-probabilities of trainer and sampler -----
+
+_BATCH_INVARIANT = (
+    f"A Llama of {_LAYERS} layers in bf16, 4 rows of 64 tokens; operators that run on the device, counted on CPU "
+    "tensors. Under `reproducible=True` a shape is tried once: where one call has the bits of its tiles of 32 rows or "
+    "keys, it is one call from then on. Written by `python -m benchmarks --only cuda_counts`."
+)
+
+
+def _batch_invariant() -> str:
+    ways = [run_ranks(_kernels, 1, *way) for way in ((False, True), (True, True), (True, False))]
+    rows = [[name, *(way[name] for way in ways)] for name in ways[0]]
+    columns = ["log-probabilities", "without", "with, shapes in one call", "with, tile by tile"]
+    return table(
+        "Kernels of trainer and sampler that agree, without and with `reproducible=True`",
+        columns,
+        rows,
+        _BATCH_INVARIANT,
+    )
+
+
+def _kernels(reproducible: bool, in_one_call: bool) -> dict[str, int]:
+    """Count what scoring, training and decoding run; `in_one_call`: whether the device's kernels round alike there."""
+    from zoo_tests.cuda_trace.recorder import StepRecorder
+
+    def decided(name: str, whole: Callable, by_tiles: Callable, *inputs: torch.Tensor) -> torch.Tensor:
+        return (whole if in_one_call else by_tiles)(*inputs)
+
+    def count(work: Callable[[], Any]) -> int:
+        work()  # shapes are tried once
+        with StepRecorder("cpu") as recorder:
+            work()
+        return sum(recorder.counts.kernels.values())
+
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=_LAYERS, vocab_size=128, num_attention_heads=4, **_SIZES))
+    booster = Booster(HybridParallelPlugin(precision="bf16", reproducible=reproducible))
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    batch = {"input_ids": torch.arange(4 * 64).view(4, 64) % 128}
+
+    def train() -> None:
+        booster.backward(model.token_log_probs(batch).log_probs.mean(), optimizer)
+
+    def generate(tokens: int) -> int:
+        return count(lambda: model.generate(batch["input_ids"], min_new_tokens=tokens, max_new_tokens=tokens))
+
+    with mock.patch.object(batch_invariance, "_in_one_call", decided):
+        with torch.no_grad():
+            scored = count(lambda: model.token_log_probs(batch))
+        return {
+            "scored": scored,
+            "scored, with the backward pass": count(train),
+            "a token generated over a cache, of 4 rows": generate(3) - generate(2),
+        }
 
 
 def _trace(name: str, system: str, options: dict[str, Any], world_size: int, rank: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ _SHOWN = {
     "samples_per_second": ",.1f",
     "generated_tokens_per_second": ",.0f",
     "generating_share": ".0%",
+    "training_share": ".0%",
 }
 
 
@@ -65,7 +66,7 @@ class Meter:
         self.every = max(1, every)
         self.peak_flops = plugin.peak_flops() if peak_flops is None else peak_flops
         self._counts = {"samples": 0.0, "tokens": 0.0, "flops": 0.0, "generated": 0.0}
-        self._generating = 0.0  # seconds
+        self._generating = self._training = 0.0  # seconds
         self._knows_flops = self.peak_flops is not None
         self._figures: dict[str, float] = {}
         self._began = self._since = time.perf_counter()
@@ -104,6 +105,13 @@ class Meter:
         yield count
         self._generating += time.perf_counter() - began
 
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Time what trains in this context, without `generating` inside of it; all ranks enter it."""
+        began = time.perf_counter() - self._generating
+        yield
+        self._training += time.perf_counter() - self._generating - began
+
     def step(self, loss: Tensor | float | None = None, batch: Any = None, lr: float | None = None) -> None:
         """Note the end of an optimizer step; all ranks call it.
 
@@ -123,8 +131,8 @@ class Meter:
     def measure(self, loss: Tensor | float | None = None, lr: float | None = None) -> dict[str, float]:
         """Make figures of what was counted since the last ones; all ranks call it, and get the same figures."""
         now = time.perf_counter()
-        own = [now - self._since, now - self._began, _memory_of_this_rank(), self._generating]
-        seconds, whole, memory, generating = _largest(own)
+        own = [now - self._since, now - self._began, _memory_of_this_rank(), self._generating, self._training]
+        seconds, whole, memory, generating, training = _largest(own)
         self._since = now
         ranks_of_a_replica = max(1, _world_size() // getattr(self.plugin, "dp_size", 1))
         counts = _summed(list(self._counts.values()), ranks_of_a_replica)
@@ -138,6 +146,8 @@ class Meter:
         if generating:
             figures["generated_tokens_per_second"] = generated / seconds
             figures["generating_share"] = min(generating / seconds, 1.0)
+        if training:
+            figures["training_share"] = min(training / seconds, 1.0)
         if self._knows_flops and flops:
             # A backward pass costs twice the forward pass.
             figures["mfu"] = 3 * flops / seconds / (self.peak_flops * _world_size())
@@ -147,7 +157,7 @@ class Meter:
         if self.total_steps is not None:
             done = self.current_step - self.initial_step
             figures["eta_s"] = whole / max(done, 1) * (self.total_steps - self.current_step)
-        self._counts, self._generating = dict.fromkeys(self._counts, 0.0), 0.0
+        self._counts, self._generating, self._training = dict.fromkeys(self._counts, 0.0), 0.0, 0.0
         self._figures = figures
         self._show()
         return figures
@@ -156,11 +166,10 @@ class Meter:
         """Return the latest figures, as trackers take them.
 
         `loss`; `learning_rate`; `tokens_per_second` and `samples_per_second` over all ranks;
-        `generated_tokens_per_second` over all ranks, and `generating_share`, the share of the time in `generating`, if
-        that was entered; `mfu`, the FLOP/s of the
-        model over those that the devices promise, if both are known; `max_vio`, the most by which the fullest expert of
-        a layer exceeds the mean of its layer (arXiv 2408.15664), if the plugin counts tokens; `memory_mib` of the
-        fullest rank; `eta_s`.
+        `generated_tokens_per_second` over all ranks, and `generating_share` and `training_share`, the shares of the
+        time in `generating` and `training`, if those were entered; `mfu`, the FLOP/s of the model over those that the
+        devices promise, if both are known; `max_vio`, the most by which the fullest expert of a layer exceeds the mean
+        of its layer (arXiv 2408.15664), if the plugin counts tokens; `memory_mib` of the fullest rank; `eta_s`.
         """
         return dict(self._figures)
 
@@ -175,6 +184,10 @@ class Meter:
         if "memory_mib" in self._figures:
             shown.append(f"memory {self._figures['memory_mib']:,.0f} MiB")
         return " · ".join(shown)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        instead = "; use step(loss, batch) after each optimizer step" if name == "update" else ""
+        raise AttributeError(f"Meter has no {name}{instead}", name=name, obj=self)
 
     def close(self) -> None:
         """End the progress bar."""

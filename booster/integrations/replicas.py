@@ -88,12 +88,14 @@ class Replicas:
             raise RuntimeError(value) from cause
         return from_json(value)
 
-    def raise_on_all_ranks(self, problem: str | None, cause: Exception | None = None) -> None:
+    def raise_on_all_ranks(
+        self, problem: str | None, cause: Exception | None = None, kind: type[Exception] = ConfigurationError
+    ) -> None:
         """Raise the problem of the first rank of the job that has one, on all of them."""
         first = torch.tensor(dist.get_world_size() if problem is None else dist.get_rank())
         dist.all_reduce(first, dist.ReduceOp.MIN, group=world_group())
         if first < dist.get_world_size():
-            raise ConfigurationError(broadcast_json(problem, source=int(first))) from cause
+            raise kind(broadcast_json(problem, source=int(first))) from cause
 
     def gather(self, data: Any) -> Any:
         """Return nested tensors of all replicas, joined along dim 0, to which each may contribute another number.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class MeterCallback(TrainerCallback):
 
     def __init__(self, **options: Any) -> None:
         self.options, self.meter = options, None
+        self.training = ExitStack()  # of a trainer that generates: the time from its samples to the optimizer's step
 
     def attach(self, plugin: Any, model: Any) -> None:
         """Count what passes through a boosted model from now on."""
@@ -96,6 +98,10 @@ class MeterCallback(TrainerCallback):
         """Begin the count of a run."""
         if self.meter is not None:
             self.meter.restart(state.global_step, state.max_steps)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the time of training."""
+        self.training.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the number of steps."""

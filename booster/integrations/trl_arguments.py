@@ -16,10 +16,10 @@ _OLDEST = "1.16"
 _TRAINERS = (
     *("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "GMPOTrainer"),
     *("GKDTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer", "OnlineDPOTrainer", "SDPOTrainer", "SDFTTrainer"),
-    *("A2POTrainer", "IWOPDTrainer", "GOLDTrainer", "DistillationTrainer"),
+    *("A2POTrainer", "IWOPDTrainer", "GOLDTrainer", "DistillationTrainer", "ServerDistillationTrainer"),
 )
 _OF_TOKENS = ("bnpo", "dapo")  # losses of SDPO that are means over the tokens of a replica
-SERVED = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")
+GROUPED = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")  # they compare the completions of a prompt
 # Losses of DPO that are no mean over pairs.
 _OF_A_BATCH = {
     "aot": "sorts the pairs of a batch",
@@ -70,7 +70,7 @@ def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
             f"{kind}(activation_offloading=True) hooks modules that a layout replaces; use gradient_checkpointing=True"
         )
     if getattr(args, "use_vllm", False):
-        _check_server(names[0], args)
+        _check_vllm(names[0], args, plugin)
     if hasattr(args, "num_generations"):
         _check_generation(args, plugin)
     losses = getattr(args, "loss_type", None)
@@ -82,19 +82,32 @@ def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
             )
 
 
-def _check_server(name: str, args: Any) -> None:
-    """Refuse vLLM but for a server, and trainers that are not compared with one."""
-    kind = type(args).__name__
-    if name not in SERVED:
+def _check_vllm(name: str, args: Any, plugin: Plugin) -> None:
+    """Refuse what is not compared with a stand-in of vLLM, and engines that ranks of a replica cannot make up."""
+    kind, mine = type(args).__name__, {*ranks_of_replica(plugin)}
+    options = {"use_vllm": name == "OnlineDPOTrainer", "use_teacher_server": getattr(args, "use_teacher_server", False)}
+    for option in (each for each, is_refused in options.items() if is_refused):
         raise ConfigurationError(
-            f"{kind}(use_vllm=True) is not compared with one process; leave it out: the boosted model generates "
-            f"itself, or use {', '.join(SERVED[:-1])} or {SERVED[-1]}"
+            f"{kind}({option}=True) is not compared with one process; leave it out: the boosted model does it itself"
         )
-    if args.vllm_mode != "server":
+    size = args.vllm_tensor_parallel_size
+    # The ranks of an engine follow one another, as TRL groups processes.
+    fitting = [
+        each
+        for each in range(1, len(mine) + 1)
+        if all({*range(rank // each * each, (rank // each + 1) * each)} <= mine for rank in mine)
+    ]
+    if args.vllm_mode == "colocate" and size not in fitting:
         raise ConfigurationError(
-            f"{kind}(vllm_mode={args.vllm_mode!r}) loads whole parameters, of which a rank has shards, into an engine "
-            "on each rank; use vllm_mode='server', or leave out use_vllm: the boosted model generates itself"
+            f"{kind}(vllm_tensor_parallel_size={size}) makes an engine of {size} ranks one after the other, which must "
+            f"be of one replica; use {' or '.join(map(str, fitting))}, or vllm_mode='server'"
         )
+
+
+def ranks_of_replica(plugin: Plugin) -> list[int]:
+    """Return the ranks of this rank's data-parallel replica, in ascending order."""
+    axes, ranks = plugin.mesh.mesh_dim_names, plugin.mesh.mesh
+    return sorted(ranks.movedim(axes.index("dp"), 0)[plugin.mesh["dp"].get_local_rank()].flatten().tolist())
 
 
 def _check_generation(args: Any, plugin: Plugin) -> None:

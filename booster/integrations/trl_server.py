@@ -1,91 +1,111 @@
-"""TRL's generation by a vLLM server: one rank talks to it, and the weights of all ranks stream to it.
+"""TRL's generation by vLLM, on a server or in engines on the ranks, to which the weights of all ranks stream.
 
-Client and protocol are TRL's own. What the server says goes to all ranks, failures too: all go on, or all end.
+Client, protocol and calls of the engine are TRL's own. What fails on one rank fails on all: all go on, or all end.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from booster.integrations.replicas import Replicas
+from booster.integrations.trl_arguments import ranks_of_replica
+from shardformer.distributed.process_groups import all_gather_json
+
 
 class ServerError(RuntimeError):
-    """A vLLM server did not answer, or refused; raised on all ranks."""
+    """A vLLM server or engine did not answer, or refused; raised on all ranks."""
+
+
+_OF_A_REPLICA = ("connect", "get_sequence_logprobs")  # methods that each replica calls for itself
+_LONGEST = 400  # characters of what vLLM said
 
 
 class _ClientOfFirstRank:
-    """TRL's client, which the first rank of the job has: all ranks call a method, and get what it returns there.
+    """TRL's client, which `connect` makes on the first rank of each replica: all ranks call it, and get its answer."""
 
-    Args:
-        on_first_rank: calls a function on the first rank, and returns its result on all.
-
-    Raises:
-        ServerError: a call failed.
-    """
-
-    def __init__(self, url: str, connect: Callable[[], Any], on_first_rank: Callable[..., Any]) -> None:
-        self._server, self._on_first_rank = f"the vLLM server at {url}", on_first_rank
+    def __init__(self, url: str, connect: Callable[[], Any], replicas: Replicas) -> None:
+        self._server, self._replicas = f"the vLLM server at {url}", replicas
         self.client: Any = None
 
         def connected() -> str:
             self.client = connect()
             return self.client.model
 
-        self._server += f", which serves {self.call('connect', connected)!r},"
-        info = self.call("get_server_info", lambda: self.client.get_server_info())
-        self.get_server_info = lambda: info  # TRL asks for it on one rank alone
+        self._server += f", which serves {self._call('connect', connected)!r},"
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self.call(name, lambda: getattr(self.client, name)(*args, **kwargs))
+        return lambda *args, **kwargs: self._call(name, lambda: getattr(self.client, name)(*args, **kwargs))
 
-    def call(self, name: str, work: Callable[[], Any]) -> Any:
+    def init_communicator(self, **options: Any) -> None:
+        """Join the server's group for weights."""
+        info = self._call("get_server_info", lambda: self.client.get_server_info())
+        self.get_server_info = lambda: info  # TRL asks for it on one rank alone
+        self._call("init_communicator", lambda: self.client.init_communicator(**options))
+
+    def update_named_params(self, metadata: list[Any], weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Send weights, which all ranks gather."""
+
+        def send() -> None:
+            try:
+                self.client.update_named_params(metadata, weights)
+            finally:
+                deque(weights, 0)
+
+        if dist.get_rank() > 0:
+            deque(weights, 0)
+        self._call("update_named_params", send)
+
+    def _call(self, name: str, work: Callable[[], Any]) -> Any:
         """Return on all ranks what `work`, the method `name` of the client, returns on the first one."""
+        result = problem = cause = None
         try:
-            return self._on_first_rank(work, of_job=True)
+            result = self._replicas.on_first_rank(work, of_job=name not in _OF_A_REPLICA)
         except RuntimeError as error:
-            said = " ".join(str(error).split())
-            raise ServerError(
-                f"{self._server} failed in {name}: {said[:_LONGEST]}; start one with this model (vllm serve), and go "
-                "on from the newest checkpoint"
-            ) from error
+            problem, cause = f"{self._server} failed in {name}: {_said(error)}; {_AGAIN}", error
+        self._replicas.raise_on_all_ranks(problem, cause, ServerError)
+        return result
 
 
-_LONGEST = 400  # characters of a server's answer
+_AGAIN = "start one with this model (vllm serve), and go on from the newest checkpoint"
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:_LONGEST]
 
 
 class _OnEachRank:
-    """An accelerator whose ranks all take the main process's way in TRL's code, where the client has one rank do it."""
+    """An accelerator whose ranks all take the main process's way in TRL's code; `values` stand before its own."""
 
-    is_main_process = True
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Any, **values: Any) -> None:
+        self.is_main_process, self._accelerator = True, accelerator
+        vars(self).update(values)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
 
-def served_generation(trainer: Any) -> type:
-    """Return TRL's class of generation by vLLM, for a trainer's model, which is boosted before weights are sent."""
+def served(trainer: Any) -> dict[str, Callable[..., Any]]:
+    """Return what takes the place of TRL's classes, by their names, for a trainer whose model will be boosted."""
+    from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
-    return type("ServedGeneration", (_ServedGeneration, VLLMGeneration), {"_trainer": trainer})
+    def client(base_url: str, **options: Any) -> _ClientOfFirstRank:
+        connect = partial(VLLMClient, base_url=base_url, **options)
+        return _ClientOfFirstRank(base_url, connect, trainer.accelerator.replicas)
+
+    generation = type("BoostedGeneration", (_BoostedGeneration, VLLMGeneration), {"_trainer": trainer})
+    return {"VLLMClient": client, "VLLMGeneration": generation}
 
 
-class _ServedGeneration:
-    """What a server needs of a boosted model, before TRL's `VLLMGeneration`.
-
-    Args:
-        accelerator, options: as TRL's class takes them.
-
-    Raises:
-        ServerError: the server is away; raised on all ranks.
-    """
+class _BoostedGeneration:
+    """What vLLM needs of a boosted model, before TRL's `VLLMGeneration`; raises ServerError on all ranks."""
 
     _trainer: Any
 
@@ -93,33 +113,59 @@ class _ServedGeneration:
         super().__init__(accelerator=_OnEachRank(accelerator), **options)
 
     def _init_vllm(self) -> None:
-        from trl.generation.vllm_client import VLLMClient
-
-        url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-        connect = partial(VLLMClient, base_url=url, group_port=self.group_port, connection_timeout=self.server_timeout)
-        self.vllm_client = _ClientOfFirstRank(url, connect, self.accelerator.replicas.on_first_rank)
-        self.vllm_client.init_communicator(device=self.accelerator.device)
+        """Connect to the server, or start this rank's engine; an engine of several ranks has them one by one."""
+        if self.mode == "server":
+            return super()._init_vllm()
+        accelerator, ranks = self.accelerator, ranks_of_replica(self._trainer.plugin)
+        self._firsts = ranks[:: self.tensor_parallel_size]  # ranks of the engines of this replica
+        self._engine = ranks.index(dist.get_rank()) // self.tensor_parallel_size
+        # A process of vLLM is a rank. TRL would join the prompts of an engine's ranks, which have the same.
+        place = {"num_processes": dist.get_world_size(), "process_index": dist.get_rank()}
+        self.accelerator = _OnEachRank(accelerator, wait_for_everyone=lambda: None, **place)
+        with self._on_all_ranks("LLM"):
+            super()._init_vllm()
+        self.accelerator, self.tensor_parallel_size = accelerator, 1
 
     def sync_weights(self) -> None:
-        """Send the server what `save_model` would write, merged; raises ServerError on all ranks if it fails."""
-        if self._weight_metadata is None:  # TRL announces all tensors before the first one
-            self._weight_metadata = [
-                (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in self._weights()
-            ]
-        weights = self._weights()
-
-        def send() -> None:
+        """Give vLLM what `save_model` would write, merged; raises on all ranks if it fails."""
+        if self.mode == "server":
+            return super().sync_weights()
+        self._stream = self._weights(None)
+        with self._on_all_ranks("load_weights"):
             try:
-                self.vllm_client.client.update_named_params(self._weight_metadata, weights)
+                super().sync_weights()
             finally:
-                deque(weights, 0)  # the other ranks gather it all
+                deque(self._stream, 0)  # the other ranks gather it all
 
-        if dist.get_rank() > 0:
-            deque(weights, 0)
-        self.vllm_client.call("update_named_params", send)
-        self.vllm_client.reset_prefix_cache()
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        return self._weights(0) if self.mode == "server" else self._stream
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, to_rank: int | None) -> Iterator[tuple[str, Tensor]]:
         model = self._trainer.model
         merged = hasattr(model.unwrap(), "peft_config")
-        return self._trainer.accelerator.booster.weights(model, to_rank=0, merge_adapters=merged)
+        return self._trainer.accelerator.booster.weights(model, to_rank=to_rank, merge_adapters=merged)
+
+    def generate(self, prompts: list[Any], images: list[Any] | None, *args: Any, **options: Any) -> tuple[Any, ...]:
+        """Generate as TRL does; a replica's engines share its prompts, and all of its ranks get all completions."""
+        if self.mode == "server":
+            return super().generate(prompts, images, *args, **options)
+        size, found = -(-len(prompts) // len(self._firsts)), None
+        share = slice(self._engine * size, (self._engine + 1) * size)
+        with self._on_all_ranks("generate"):
+            found = super().generate(prompts[share], images and images[share], *args, **options)
+        of_all = all_gather_json(found)
+        joined = zip(*(of_all[rank] for rank in self._firsts), strict=True)
+        return tuple(None if parts[0] is None else [row for part in parts for row in part] for parts in joined)
+
+    @contextmanager
+    def _on_all_ranks(self, name: str) -> Iterator[None]:
+        """Raise on all ranks what the engine of one raises in `name`."""
+        problem = cause = None
+        try:
+            yield
+        except ServerError:  # raised on all of them already
+            raise
+        except Exception as error:  # of vLLM, of any kind
+            problem, cause = f"the vLLM engine of rank {dist.get_rank()} failed in {name}: {_said(error)}", error
+            problem += "; look at its log, or use vllm_mode='server'"
+        self._trainer.accelerator.replicas.raise_on_all_ranks(problem, cause, ServerError)

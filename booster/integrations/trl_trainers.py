@@ -23,18 +23,19 @@ from booster.integrations.fused_head import AdapterReference
 from booster.integrations.trainer_accelerator import LossInProgress
 from booster.integrations.trainer_arguments import check_arguments, check_job
 from booster.integrations.trl_arguments import (
-    SERVED,
+    GROUPED,
     check_options,
     check_options_of_model,
     check_trainer_class,
     count_generations,
 )
 from booster.integrations.trl_rollouts import CheckedRewards, ToolsOfFirstRank, rollout_of_first_rank
-from booster.integrations.trl_server import served_generation
+from booster.integrations.trl_server import served
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 
 _DISTILLING, _ONLINE_DPO = "DistillationTrainer", "OnlineDPOTrainer"
+_OF_TOKENS = (_DISTILLING, "ServerDistillationTrainer")  # their loss is a mean over tokens
 _ENDED = "val/contain_eos_token"  # the metric of OnlineDPO that TRL does not gather
 # Entries of a generated batch that are no arguments of a model.
 _GENERATED = {f"{part}_{end}" for part in ("prompt", "completion") for end in ("ids", "mask")}
@@ -73,8 +74,7 @@ class BoostedTRLTrainer:
         self._tools = ToolsOfFirstRank(self)
         if kwargs.get("environment_factory") is not None:
             kwargs["environment_factory"] = self._tools.factory(kwargs["environment_factory"])
-        served = {"VLLMGeneration": served_generation(self)} if "trl.generation.vllm_generation" in sys.modules else {}
-        with self._of_replicas(**served):
+        with self._of_replicas(**(served(self) if "trl.generation.vllm_generation" in sys.modules else {})):
             super().__init__(*args, plugin=plugin, **kwargs)
         self.accelerator.draws_as_plain = hasattr(self, "generation_config")
         if hasattr(self, "_forward_redirection"):  # the boosted model is called itself
@@ -83,8 +83,8 @@ class BoostedTRLTrainer:
         self._watch_programs_outside()
 
     @property
-    def _name(self) -> str:
-        """TRL's nearest class."""
+    def _class_of_trl(self) -> str:
+        """Name of TRL's nearest class; TRL's `_name` is what it calls it in metrics and model cards."""
         return _names_in_trl(type(self))[0]
 
     # ----- rewards and tools -----
@@ -125,13 +125,17 @@ class BoostedTRLTrainer:
         tokens = found[3] if isinstance(found[1], Tensor) else sum(map(len, found[1]))
         for count in counts:
             count(tokens)
-        return self._as_wide_on_all_replicas(*found) if self._name == _ONLINE_DPO else found
+        return self._as_wide_on_all_replicas(*found) if self._class_of_trl == _ONLINE_DPO else found
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return what a step trains on, which meters count; the loader has prompts alone."""
         if isinstance(inputs, list):
             self._check_shares(len(inputs))
+        for callback in self._meters():
+            callback.training.close()
         made = super()._prepare_inputs(inputs)
+        for callback in self._meters() if self.model.training else ():
+            callback.training.enter_context(callback.meter.training())
         if self.model.training and isinstance(made, dict) and "completion_ids" in made and made is not inputs:
             parts = {
                 name: [made[f"{part}_{end}"] for part in ("prompt", "completion")] for name, end in _COUNTED.items()
@@ -143,12 +147,8 @@ class BoostedTRLTrainer:
     # ----- distillation -----
 
     def _compute_loss(self, student: nn.Module, inputs: Any, *rest: Any, **options: Any) -> Any:
-        """Compute the divergence of DistillationTrainer from logits: of the weight of a head, a rank has a part.
-
-        Returns:
-            The loss, and the sum of the student's entropies and the number of tokens that count.
-        """
-        if self._name != _DISTILLING:
+        """Compute DistillationTrainer's divergence, entropies and count from logits: a head's weight is cut."""
+        if self._class_of_trl != _DISTILLING:
             return super()._compute_loss(student, inputs, *rest, **options)
         mask, (items,) = inputs["completion_mask"] * inputs.get("tool_mask", 1), rest
         batch = {
@@ -175,7 +175,7 @@ class BoostedTRLTrainer:
     def _weighted(self, loss: Tensor, rows: int | None, inputs: Any = None) -> Tensor:
         """Weight a mean by this replica's share of the samples, or, in GRPO's loss "bnpo", of the tokens."""
         counts_tokens = getattr(self.args, "loss_type", None) == "bnpo" and not hasattr(self, "teacher_model")
-        if (counts_tokens or self._name == _DISTILLING) and inputs is not None:
+        if (counts_tokens or self._class_of_trl in _OF_TOKENS) and inputs is not None:
             rows = _tokens_of(inputs)
         return super()._weighted(loss, rows, inputs)
 
@@ -185,7 +185,7 @@ class BoostedTRLTrainer:
             return super().compute_loss(model, inputs, *args, **kwargs)
         with self._bonus_of_replicas(inputs):
             result = super().compute_loss(model, inputs, *args, **kwargs)
-        if (name := self._name) in _NOTED:
+        if (name := self._class_of_trl) in _NOTED:
             self._share_metrics(self._metrics["train" if self.model.training else "eval"], _NOTED[name](inputs))
         return result
 
@@ -242,7 +242,7 @@ class BoostedTRLTrainer:
         if self.plugin.dp_size == 1:
             return
         counts = self.accelerator.replicas.gather(torch.tensor(rows, device=self.args.device)).tolist()
-        compares = self._name in (*SERVED, "SDPOTrainer")
+        compares = self._class_of_trl in (*GROUPED, "SDPOTrainer")
         if min(counts) == 0 or (compares and len(set(counts)) > 1):
             raise _unlike_shares(self, counts)
 
@@ -266,7 +266,7 @@ class BoostedTRLTrainer:
         if replicas.size == 1:
             return super().concatenated_forward(model, batch)
         if not self.is_encoder_decoder:
-            reads_prompts = self._name == "ORPOTrainer"
+            reads_prompts = self._class_of_trl == "ORPOTrainer"
             counted = (batch["chosen_attention_mask"] != 0 if reads_prompts else counted)[:, 1:]
         own = torch.stack([counted.sum(), counted.new_tensor(len(counted), dtype=torch.int64)])
         everyone = replicas.gather(own[None])
@@ -280,7 +280,7 @@ class BoostedTRLTrainer:
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Train on a batch; a loss that the trainer computes here is that of all replicas, and so are its metrics."""
-        if self._name != _ONLINE_DPO or self.plugin.dp_size == 1:
+        if self._class_of_trl != _ONLINE_DPO or self.plugin.dp_size == 1:
             return super().training_step(model, inputs, *args, **kwargs)
         rows = len(inputs["prompt"])
         self._check_shares(rows)

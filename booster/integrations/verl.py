@@ -38,6 +38,7 @@ from shardformer.distributed.process_groups import all_gather_json, world_group
 BACKEND = "hybrid_booster"
 _DEVICES = ["cpu", "cuda"]
 _INDEX = "micro_batch"  # entry of a pipeline's batch: which of verl's micro-batches a row is
+_OF_LORA = ("lora_alpha", "target_modules", "target_parameters", "exclude_modules")
 _HUGGING_FACE = "huggingface"  # folder of verl's checkpoints for what `from_pretrained` opens
 _logger = get_logger(__name__)
 _setting = tensordict_utils.get_non_tensor_data
@@ -120,12 +121,8 @@ class HybridBoosterEngine(BaseEngine):
 
         if getattr(config, "lora_adapter_path", None):
             return PeftModel.from_pretrained(model, config.lora_adapter_path, is_trainable=True)
-        names = ("lora_alpha", "target_modules", "target_parameters", "exclude_modules")
-        given = {name: getattr(config, name, None) for name in names}
-        given = {
-            name: list(each) if isinstance(each, Sequence) and not isinstance(each, str) else each
-            for name, each in given.items()
-        }
+        given = {name: getattr(config, name, None) for name in _OF_LORA}
+        given = {name: [*each] if isinstance(each, list | tuple) else each for name, each in given.items()}
         return get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, r=config.lora_rank, **given))
 
     def _loaded(self, auto_class: Any) -> nn.Module:
@@ -389,27 +386,16 @@ class _Mode(BaseEngineCtx):
         super().__exit__(kind, error, traceback)
 
 
+@dataclass(eq=False)
 class _Losses:
-    """The criterion of a mini-batch: verl's loss of each micro-batch, on ranks that run the last stage.
+    """The criterion of a mini-batch: verl's loss of each micro-batch, on ranks that run the last stage."""
 
-    Args:
-        micro_batches: of verl, one for each row of the pipeline's batch.
-        loss_function: of verl; None to infer.
-        model_outputs: (logits, micro-batch) -> what the loss reads.
-    """
-
-    own_entries = (_INDEX,)
-
-    def __init__(
-        self,
-        micro_batches: Sequence[TensorDict],
-        loss_function: Callable | None,
-        model_outputs: Callable[[Tensor, TensorDict], dict[str, Tensor]],
-        group: dist.ProcessGroup,
-    ) -> None:
-        self.micro_batches, self.loss_function = micro_batches, loss_function
-        self.model_outputs, self.group = model_outputs, group
-        self._found: dict[int, dict[str, Any]] = {}
+    micro_batches: Sequence[TensorDict]  # of verl, one for each row of the pipeline's batch
+    loss_function: Callable | None  # of verl; None to infer
+    model_outputs: Callable[[Tensor, TensorDict], dict[str, Tensor]]  # (logits, micro-batch) -> what the loss reads
+    group: dist.ProcessGroup
+    own_entries: tuple[str, ...] = (_INDEX,)
+    _found: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __call__(self, outputs: Any, row: Mapping[str, Tensor]) -> tuple[Tensor, float]:
         """Return (loss, count): counts of a replica add up to one, so that replicas are averaged."""
@@ -419,11 +405,8 @@ class _Losses:
         loss, metrics = outputs.logits.new_zeros(()), {}
         if self.loss_function is not None:
             loss, metrics = self.loss_function(model_output=model_output, data=data, dp_group=self.group)
-        self._found[index] = {
-            "model_output": utils.detach_tree(model_output),
-            "loss": loss.detach(),
-            "metrics": metrics,
-        }
+        model_output = utils.detach_tree(model_output)
+        self._found[index] = {"model_output": model_output, "loss": loss.detach(), "metrics": metrics}
         return loss, 1.0 / len(self.micro_batches)
 
     def outputs(self, keeps: bool) -> list[dict[str, Any]]:
@@ -489,14 +472,8 @@ def _with_places(pieces: Mapping[str, Any], device: str) -> Iterator[tuple[str, 
     Raises:
         ConfigurationError: if a rank has several pieces of a tensor.
     """
-    mine = {
-        name: [
-            list(piece.shape),
-            str(piece.dtype),
-            [[list(part.offsets), list(part.sizes)] for part in piece.rectangles],
-        ]
-        for name, piece in pieces.items()
-    }
+    places = {name: [[[*part.offsets], [*part.sizes]] for part in each.rectangles] for name, each in pieces.items()}
+    mine = {name: [[*each.shape], str(each.dtype), places[name]] for name, each in pieces.items()}
     all_ranks = all_gather_json(mine)
     for rank, each in enumerate(all_ranks):
         several = next((name for name, (_, _, parts) in each.items() if len(parts) > 1), None)
@@ -516,7 +493,7 @@ def _with_places(pieces: Mapping[str, Any], device: str) -> Iterator[tuple[str, 
         for part in parts:
             values = part.values.reshape(-1)
             place = BlockPlacement(tuple(part.sizes), tuple(part.offsets), tuple(shape))
-        contributes = bool(parts) and owners[name, str(mine[name][2])] == dist.get_rank()
+        contributes = bool(parts) and owners[name, str(places[name])] == dist.get_rank()
         yield name, values, ShardSpec(tuple(shape), place=place, gather_group=world_group(), contributes=contributes)
 
 

@@ -77,9 +77,8 @@ def _offload(engine_config: Any) -> dict[str, Any]:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype that verl's `model_dtype` names; raises ConfigurationError if it names none."""
-    return _named(
-        name, {**_DTYPES, **{str(each).removeprefix("torch."): each for each in _DTYPES.values()}}, "model_dtype"
-    )
+    by_torch = {str(each).removeprefix("torch."): each for each in _DTYPES.values()}
+    return _named(name, {**_DTYPES, **by_torch}, "model_dtype")
 
 
 def _named(value: Any, known: dict[str, Any], name: str) -> Any:
@@ -97,11 +96,6 @@ def scheduler_of(optimizer: torch.optim.Optimizer, config: Any) -> LRScheduler:
         warmup = int(config.lr_warmup_steps_ratio * total)
     if getattr(config, "lr_scheduler_type", "constant") == "constant":
         return get_constant_schedule_with_warmup(optimizer, num_warmup_steps=warmup)
-    return get_cosine_schedule_with_warmup(
-        optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=total,
-        min_lr_ratio=config.min_lr_ratio or 0.0,
-        num_cycles=config.num_cycles,
-        zero_indexed_step=config.zero_indexed_step,
-    )
+    given = {"min_lr_ratio": config.min_lr_ratio or 0.0, "num_cycles": config.num_cycles}
+    given |= {"num_warmup_steps": warmup, "num_training_steps": total, "zero_indexed_step": config.zero_indexed_step}
+    return get_cosine_schedule_with_warmup(optimizer, **given)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -82,6 +83,27 @@ def test_a_line_says_what_nothing_knows() -> None:
     meter = booster.meter(model, every=1, bar=False)
     meter.step(0.5, _batch(2), lr=0.1)
     assert meter.line().startswith("loss 0.5000 · learning_rate 1.00e-01 · tokens/s") and "MFU -" in meter.line()
+
+
+@distributed(1)
+def test_shares_of_the_time() -> None:
+    booster, model = _boosted()
+    now = 0.0
+    with patch.object(time, "perf_counter", lambda: now):
+        meter = booster.meter(model, bar=False)
+        with meter.training():
+            now += 3.0
+            with meter.generating() as count:
+                now += 2.0
+                count(20)
+        now += 5.0
+        figures = meter.measure()
+        assert (figures["generating_share"], figures["training_share"]) == (0.2, 0.3)
+        assert figures["generated_tokens_per_second"] == 2.0
+        now += 1.0
+        assert not {"generating_share", "training_share"} & meter.measure().keys()
+    with pytest.raises(AttributeError, match=r"Meter has no update; use step\(loss, batch\)"):
+        meter.update(1)
 
 
 @distributed(1)

@@ -79,7 +79,8 @@ class StepRecorder(TorchDispatchMode):
     """Counts the operators of the code in its context, and answers `item()` with 1 where there are no values.
 
     Args:
-        device_type: of the device; "meta" for code without autograd, which then needs no registered device.
+        device_type: of the device; "meta" for code without autograd, which then needs no registered device; "cpu" to
+            count on true values.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -97,6 +98,8 @@ class StepRecorder(TorchDispatchMode):
         elif name == "aten::_local_scalar_dense" and (on_device or isinstance(args[0], FakeTensor)):
             if on_device:
                 self._read(args[0])
+            if not isinstance(args[0], FakeTensor) and not args[0].is_meta:
+                return func(*args, **kwargs)
             return 1.0 if args[0].dtype.is_floating_point else args[0].dtype == torch.bool or 1
         elif name in ("aten::_to_copy", "aten::copy_") and self._copies(name, args, kwargs):
             if name == "aten::_to_copy" and args[0].is_meta:

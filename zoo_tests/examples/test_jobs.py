@@ -81,7 +81,9 @@ def test_a_job_trains_and_goes_on_in_another_layout(name: str, tmp_path: Path) -
     assert "to continue:" in printed[0] and "to export:" in printed[0]
     assert "to continue:" not in printed[1], "one rank speaks"
     if "grpo" in name:
-        assert re.search(r"tokens/s [1-9].*generated_tokens/s [1-9].*generating_share [1-9]", printed[0])
+        assert re.search(
+            r"tokens/s [1-9].*generated_tokens/s [1-9].*generating_share [1-9].*training_share [1-9]", printed[0]
+        )
     resume = ["--resume"] if steps == _PLAIN else ["--resume_from_checkpoint", "True"]
     run_on_ranks(2, _run, name, [*common, *other, *resume, *steps, "5"])
     if steps == _PLAIN:

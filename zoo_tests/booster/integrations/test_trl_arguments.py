@@ -113,17 +113,24 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
     ),
     "vllm": (
         Job("grpo"),
-        {"use_vllm": True},
-        {"tp_size": 2},
-        "GRPOConfig(vllm_mode='colocate') loads whole parameters, of which a rank has shards, into an engine on each "
-        "rank; use vllm_mode='server', or leave out use_vllm: the boosted model generates itself",
+        {"use_vllm": True, "vllm_tensor_parallel_size": 2},
+        {},
+        "GRPOConfig(vllm_tensor_parallel_size=2) makes an engine of 2 ranks one after the other, which must be of one "
+        "replica; use 1, or vllm_mode='server'",
     ),
     "vllm of another trainer": (
         Job("online_dpo"),
         {"use_vllm": True, "vllm_mode": "server"},
         {"tp_size": 2},
-        "OnlineDPOConfig(use_vllm=True) is not compared with one process; leave it out: the boosted model generates "
-        "itself, or use GRPOTrainer, RLOOTrainer or GMPOTrainer",
+        "OnlineDPOConfig(use_vllm=True) is not compared with one process; leave it out: the boosted model does it "
+        "itself",
+    ),
+    "a teacher on a server": (
+        Job("sdpo"),
+        {"use_vllm": True, "vllm_mode": "server", "use_teacher_server": True},
+        {"tp_size": 2},
+        "SDPOConfig(use_teacher_server=True) is not compared with one process; leave it out: the boosted model does "
+        "it itself",
     ),
     "groups that do not divide": (
         Job("grpo"),
@@ -156,8 +163,8 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
 _INSTEAD = (
     "which generates, or takes means over processes, as no layout does; use SFTTrainer, DPOTrainer, RewardTrainer, "
     "KTOTrainer, GRPOTrainer, RLOOTrainer, GMPOTrainer, GKDTrainer, CPOTrainer, ORPOTrainer, TPOTrainer, "
-    "OnlineDPOTrainer, SDPOTrainer, SDFTTrainer, A2POTrainer, IWOPDTrainer, GOLDTrainer or DistillationTrainer, or run "
-    "{name} without boosted()"
+    "OnlineDPOTrainer, SDPOTrainer, SDFTTrainer, A2POTrainer, IWOPDTrainer, GOLDTrainer, DistillationTrainer or "
+    "ServerDistillationTrainer, or run {name} without boosted()"
 )
 
 

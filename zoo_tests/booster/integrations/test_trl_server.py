@@ -1,4 +1,4 @@
-"""TRL's trainers that generate by a vLLM server, under layouts: the server gets the weights, all ranks its completions.
+"""TRL's trainers that generate by vLLM, under layouts: server and engines get the weights, all ranks their completions.
 
 What breaks here first: the names under which weights travel, ranks that do not hear of a failure. Look in
 `booster/integrations/trl_server.py`.
@@ -7,25 +7,35 @@ What breaks here first: the names under which weights travel, ranks that do not 
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from zoo_tests.booster.integrations.trl_jobs import Job, differences, model_of, ranks_of, run
-from zoo_tests.booster.integrations.vllm_server import StandInServer, free_port, talking
+from zoo_tests.booster.integrations.trl_jobs import Job, classes_of, differences, model_of, ranks_of, run
+from zoo_tests.booster.integrations.vllm_server import StandInEngine, StandInServer, free_port, talking
 from zoo_tests.harness.ranks import run_on_ranks
 
 _LORA: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 _FEW = {"max_steps": 3, "beta": 0.04, "learning_rate": 5e-3, "eval_strategy": "steps", "eval_steps": 2}
+_OTHERS = {"max_steps": 3, "learning_rate": 5e-3}
 JOBS = {
     "grpo": Job("grpo", _FEW),
     "grpo lora": Job("grpo", _FEW, adapters=_LORA),
     "grpo tied": Job("grpo", _FEW | {"loss_type": "grpo"}, family="qwen3", sizes={"tie_word_embeddings": True}),
     "grpo experts": Job("grpo", _FEW, family="mixtral", sizes={"intermediate_size": 36}),
     "rloo": Job("rloo", _FEW),
+    "sdpo": Job("sdpo", _OTHERS),
+    "sdft": Job("sdft", _OTHERS),
+    "iw_opd": Job("iw_opd", _OTHERS, data="chats"),
+    "gold": Job("gold", _OTHERS, data="chats"),
+    "distillation": Job("distillation", _OTHERS),
+    "teacher": Job("server_distillation", _OTHERS | {"beta": 0.5, "gradient_accumulation_steps": 2}),
+    "teacher's best": Job("server_distillation", _OTHERS | {"beta": 0.0, "loss_top_k": 3, "temperature": 0.8}),
 }
 _SAMPLE = [("grpo", "tp2pp2"), ("grpo lora", "tp2")]
 _CASES = [
@@ -50,6 +60,7 @@ def served(job: Job, folder: str, layout: str | None, url: str, port: int) -> li
 
         trainer.vllm_generation.sync_weights = sync_weights
 
+    classes_of(job.kind)
     with talking():
         return run(job, folder, layout, before=save)
 
@@ -58,7 +69,9 @@ def _with_server(
     job: Job, folder: Path, layout: str | None = None
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, torch.Tensor]]]:
     """Return what each rank logs, and what the server got."""
-    with StandInServer(model_of(job, seed=8)) as server:
+    with StandInServer(model_of(job, seed=8)) as server, StandInServer(model_of(job, seed=4)) as teacher:
+        if job.kind == "server_distillation":
+            job = dataclasses.replace(job, arguments=job.arguments | {"teacher_model_server_url": teacher.url})
         given = (job, str(folder), layout, server.url, free_port())
         found = [served(*given)] if layout is None else run_on_ranks(ranks_of(layout), served, *given, timeout_s=300.0)
         assert server.calls.count("/reset_prefix_cache") == len(server.updates)
@@ -73,7 +86,7 @@ def test_a_server_gets_each_tensor_and_all_ranks_its_completions(name: str, layo
     histories, sent = _with_server(job, tmp_path / layout, layout)
     for history in histories:
         worst = differences(history, expected)
-        assert {"loss", "eval_loss", "sampling/sampling_logp_difference/mean"} <= worst.keys() or name == "rloo"
+        assert {"loss", "eval_loss", "sampling/sampling_logp_difference/mean"} <= worst.keys() or job.kind != "grpo"
         assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE}
     assert len(sent) == len(plain) >= 3
     for step, (found, theirs) in enumerate(zip(sent, plain, strict=True)):
@@ -89,14 +102,58 @@ def test_a_server_gets_each_tensor_and_all_ranks_its_completions(name: str, layo
 
 
 @pytest.mark.slow
-def test_replicas_get_their_completions(tmp_path: Path) -> None:
-    job = dataclasses.replace(JOBS["grpo"], arguments=JOBS["grpo"].arguments | {"eval_strategy": "no"})
+@pytest.mark.parametrize("name", ["grpo", "teacher", pytest.param("teacher's best", marks=pytest.mark.campaign)])
+def test_replicas_get_their_completions(name: str, tmp_path: Path) -> None:
+    job = dataclasses.replace(JOBS[name], arguments=JOBS[name].arguments | {"eval_strategy": "no"})
     [expected], _ = _with_server(job, tmp_path / "plain")
     histories, _ = _with_server(job, tmp_path / "dp2", "dp2")
     for history in histories:
         worst = differences(history, expected)
         means = "sampling/"  # TRL's means of the means of processes
         assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE and not name.startswith(means)}
+
+
+def colocated(
+    job: Job, folder: str, layout: str | None, size: int, shares: int = 1
+) -> tuple[list[dict[str, Any]], list[dict[str, torch.Tensor]], list[str]]:
+    """Train with engines of `size` ranks; return what is logged, what this rank's engine got, and when it slept."""
+    options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": size}
+    job = dataclasses.replace(job, arguments=job.arguments | options)
+    classes_of(job.kind)
+    with talking(), patch.object(StandInEngine, "shares", shares), patch.dict(os.environ):
+        history = run(job, folder, layout)
+        [engine] = StandInEngine.made
+    return history, engine.updates, engine.calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout", "size"),
+    [
+        ("grpo", "tp2pp2", 2),
+        ("grpo lora", "tp2", 1),
+        *(pytest.param(*each, marks=pytest.mark.campaign) for each in (("grpo experts", "pp2", 2), ("rloo", "dp2", 1))),
+    ],
+)
+def test_engines_of_the_ranks_get_each_tensor_and_share_the_prompts(
+    name: str, layout: str, size: int, tmp_path: Path
+) -> None:
+    # Adam would make a step of a gradient that is rounding.
+    given = {"vllm_enable_sleep_mode": size == 2, "optim": "sgd", "learning_rate": 0.05}
+    job = dataclasses.replace(JOBS[name], arguments=JOBS[name].arguments | given)
+    ranks = ranks_of(layout)
+    expected, theirs, slept = colocated(job, str(tmp_path / "plain"), None, 1, shares=ranks // size)
+    assert slept[:3] == (["sleep", "weights", "kv_cache"] if size == 2 else [])
+    found = run_on_ranks(ranks, colocated, job, str(tmp_path / layout), layout, size, timeout_s=300.0)
+    for history, updates, calls in found:
+        worst = differences(history, expected)
+        means = "sampling/" if layout == "dp2" else "none"  # TRL's means of the means of processes
+        assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE and not name.startswith(means)}
+        assert calls == slept and len(updates) == len(theirs) >= 3
+        for ours, plain in zip(updates, theirs, strict=True):
+            if name != "grpo experts":  # TRL sends those of a layer as one tensor
+                assert ours.keys() == plain.keys()
+                assert all(torch.allclose(ours[key], plain[key], atol=1e-4) for key in plain)
 
 
 # ----- bad input -----

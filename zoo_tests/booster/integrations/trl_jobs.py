@@ -103,15 +103,16 @@ class Job:
 GENERATING = ("grpo", "rloo", "gmpo", "sdpo")
 _REWARDED = (*GENERATING, "online_dpo", "a2po")
 _TAUGHT = ("gkd", "iw_opd", "gold", "distillation")
-_PROMPTED = (*_REWARDED, "sdft", "distillation")
+_PROMPTED = (*_REWARDED, "sdft", "distillation", "server_distillation")
 _NAMES = {"reward": "Reward", "distillation": "Distillation", "online_dpo": "OnlineDPO", "iw_opd": "IWOPD"}
+_NAMES["server_distillation"] = "ServerDistillation"
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(GENERATING, {"num_generations": 4, "max_completion_length": 9}),
     "online_dpo": {"max_new_tokens": 9},
     "a2po": {"max_completion_length": 9, "num_value_samples": 3, "filter_all_incorrect": False},
     "sdft": {"num_generations": 2, "max_completion_length": 9},
     "iw_opd": {"max_completion_length": 9},
-    "distillation": {"max_completion_length": 9},
+    **dict.fromkeys(("distillation", "server_distillation"), {"max_completion_length": 9}),
     "gold": {"max_completion_length": 9, "use_uld_loss": False},
 }
 
@@ -253,7 +254,7 @@ def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
         reference = Path(folder).parent / "reference"
         if layout is None and not reference.exists():
             model_of(job, seed=4).save_pretrained(reference)
-        model.config._name_or_path = str(reference)
+        model.name_or_path = model.config._name_or_path = str(reference)
     args = config(folder, **_arguments(job, replicas=2 if layout and layout.endswith(("dp2", "ep2")) else 1))
     if layout is None:
         return base(args=args, **options)

@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server: it answers what TRL's client asks over HTTP, and receives weights through a socket.
+"""Stand-ins for vLLM: a server, which TRL's client asks over HTTP and sends weights through a socket, and an engine.
 
 `talking` lets TRL's client run without vLLM and GPUs: NCCL, which moves the tensors, becomes a socket. All else, the
 requests, their order and the threads, is TRL's own code.
@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 import struct
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 
 class StandInServer:
@@ -100,7 +104,7 @@ class StandInServer:
             raise ConnectionAbortedError
 
     def _receive(self, names: list[str], dtype_names: list[str], shapes: list[list[int]], packed: bool) -> None:
-        own = {**self._in_files(), **dict(self.model.named_parameters())}
+        own = _in_files(self.model)
         for name, shape in zip(names, shapes, strict=True):
             if name not in own or list(own[name].shape) != shape:
                 raise ValueError(f"this model has no parameter {name} of the shape {shape}")
@@ -112,41 +116,134 @@ class StandInServer:
 
     def _load(self) -> None:
         if self._arriving:
-            with tempfile.TemporaryDirectory() as folder:
-                self.model.config.save_pretrained(folder)
-                save_file(self._arriving, f"{folder}/model.safetensors")
-                self.model.load_state_dict(type(self.model).from_pretrained(folder).state_dict())
+            _load(self.model, self._arriving)
             self.updates.append(self._arriving)
         self._arriving = None
 
-    def _in_files(self) -> dict[str, Tensor]:
-        """Parameters by the names of files, by which vLLM loads them: those of experts stand alone there."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.model.save_pretrained(folder)
-            return load_file(f"{folder}/model.safetensors")
-
-    @torch.no_grad()
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        if "prompt_logprobs" in body:
+            return {"choices": [{"prompt_logprobs": self._scored(text, body)} for text in body["prompt"]]}
         assert self._arriving is None and self.updates, "it generates with the weights of this training"
         generator = torch.Generator().manual_seed(self.calls.count("/v1/completions"))
         choices = []
         for prompt in body["prompt"]:
             for _ in range(body["n"]):
-                choices.append(self._sample(prompt, body["max_tokens"], body["temperature"], generator))
+                tokens, log_probs = _sampled(self.model, prompt, body["max_tokens"], body["temperature"], generator)
+                names = [f"token_id:{each}" for each in tokens]
+                told = {"tokens": names, "token_logprobs": log_probs, "top_logprobs": [None] * len(tokens)}
+                choices.append({"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": told})
         return {"choices": choices}
 
-    def _sample(self, prompt: list[int], longest: int, temperature: float, generator: torch.Generator) -> Any:
-        tokens: list[int] = []
-        log_probs: list[float] = []
-        ends = self.model.config.eos_token_id
-        while len(tokens) < longest and not (tokens and tokens[-1] in ends):
-            logits = self.model(input_ids=torch.tensor([prompt + tokens])).logits[0, -1] / temperature
-            scores = logits.log_softmax(-1)
-            tokens.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
-            log_probs.append(float(scores[tokens[-1]]))
-        names = [f"token_id:{each}" for each in tokens]
-        told = {"tokens": names, "token_logprobs": log_probs, "top_logprobs": [None] * len(tokens)}
-        return {"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": told}
+    @torch.no_grad()
+    def _scored(self, text: list[int], body: dict[str, Any]) -> list[dict[str, Any] | None]:
+        """Log-probabilities of each token but the first, and of the most probable ones at its place."""
+        scores = (self.model(input_ids=torch.tensor([text])).logits[0] / body["temperature"]).log_softmax(-1)
+        found: list[dict[str, Any] | None] = [None]
+        for token, row in zip(text[1:], scores, strict=False):
+            ranks = row.argsort(descending=True).argsort() + 1
+            told = {token, *row.topk(body["prompt_logprobs"]).indices.tolist()}
+            found.append({str(each): {"logprob": float(row[each]), "rank": int(ranks[each])} for each in told})
+        return found
+
+
+def _in_files(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters by the names of files, by which vLLM loads them, those of experts each by itself, and by their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {**load_file(f"{folder}/model.safetensors"), **dict(model.named_parameters())}
+
+
+def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        save_file(tensors, f"{folder}/model.safetensors")
+        model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+
+
+@torch.no_grad()
+def _sampled(
+    model: nn.Module, prompt: list[int], longest: int, temperature: float, generator: torch.Generator
+) -> tuple[list[int], list[float]]:
+    """A completion, and the log-probability of each of its tokens."""
+    tokens: list[int] = []
+    log_probs: list[float] = []
+    ends = model.config.eos_token_id
+    while len(tokens) < longest and not (tokens and tokens[-1] in ends):
+        scores = (model(input_ids=torch.tensor([prompt + tokens])).logits[0, -1] / temperature).log_softmax(-1)
+        tokens.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
+        log_probs.append(float(scores[tokens[-1]]))
+    return tokens, log_probs
+
+
+class StandInEngine:
+    """vLLM's `LLM` on a rank: a model of its own, which it has not while it sleeps.
+
+    Args:
+        model: folder of its configuration.
+        options: as TRL gives them.
+
+    Attributes:
+        made: the engines of this process.
+        shares: of how many engines one process takes the place: each draws by a seed of its own.
+        updates: the tensors of each update, by name.
+        calls: what was called, in order.
+    """
+
+    made: list[StandInEngine] = []
+    shares = 1
+
+    def __init__(
+        self, model: str, seed: int, enable_sleep_mode: bool, tensor_parallel_size: int, **options: Any
+    ) -> None:
+        assert options["distributed_executor_backend"] == "external_launcher"
+        assert options["logprobs_mode"] == "processed_logprobs"
+        if dist.is_initialized():  # vLLM's processes are ranks
+            assert os.environ["RANK"] == str(dist.get_rank()) and os.environ["WORLD_SIZE"] == str(dist.get_world_size())
+        self.model = AutoModelForCausalLM.from_pretrained(model).eval()
+        self._in_files = {**load_file(f"{model}/model.safetensors"), **dict(self.model.named_parameters())}
+        self.seed, self.updates, self.calls, self._awake = seed, [], [], {"weights", "kv_cache"}
+        self._arriving: dict[str, Tensor] = {}
+        self._num_calls = 0
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=self))
+        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+        self.made.append(self)
+
+    def load_weights(self, tensors: list[tuple[str, Tensor]]) -> None:
+        assert "weights" in self._awake
+        self._arriving |= {name: tensor.clone() for name, tensor in tensors}
+
+    def reset_prefix_cache(self) -> None:
+        assert all(self._in_files[name].shape == tensor.shape for name, tensor in self._arriving.items())
+        _load(self.model, self._arriving)
+        self.updates.append(self._arriving)
+        self._arriving = {}
+
+    def sleep(self, level: int) -> None:
+        assert level == 2
+        self.calls.append("sleep")
+        self._awake.clear()
+        for param in self.model.parameters():
+            param.data.fill_(torch.nan)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls += tags
+        self._awake |= {*tags}
+
+    def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        assert self._awake == {"weights", "kv_cache"} and self.updates and not self._arriving
+        self._num_calls += 1
+        size, found = -(-len(prompts) // self.shares), []
+        for index, prompt in enumerate(prompts):
+            if index % size == 0:
+                generator = torch.Generator().manual_seed(1000 * (self.seed + index // size) + self._num_calls)
+            given = (sampling_params.max_tokens, sampling_params.temperature, generator)
+            tokens, log_probs = _sampled(self.model, prompt["prompt_token_ids"], *given)
+            told = [
+                {token: SimpleNamespace(rank=1, logprob=each)} for token, each in zip(tokens, log_probs, strict=True)
+            ]
+            completion = SimpleNamespace(token_ids=tokens, logprobs=told)
+            found.append(SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[completion]))
+        return found
 
 
 def _handler_of(server: StandInServer) -> type[BaseHTTPRequestHandler]:
@@ -243,22 +340,28 @@ class _Engine:
 
 @contextmanager
 def talking() -> Iterator[None]:
-    """Let TRL's client talk to a stand-in."""
-    from trl.generation import vllm_client as module
-    from trl.generation import vllm_generation
+    """Let TRL's client and its engine be those of a stand-in, in modules that are imported before."""
+    from trl.generation import vllm_client, vllm_generation
     from trl.generation.vllm_client import VLLMClient
 
-    join, retry = VLLMClient.init_communicator, module.Retry
-    vllm = {
-        "is_vllm_available": lambda *args, **kwargs: True,
+    StandInEngine.made.clear()
+    join, retry = VLLMClient.init_communicator, vllm_client.Retry
+    of_client = {
         "get_ip": lambda: "127.0.0.1",
         "NCCLWeightTransferEngine": _Engine,
         "NCCLTrainerSendWeightsArgs": SimpleNamespace,
         "Retry": lambda **options: retry(**options | {"backoff_factor": 0}),
     }
-    with (
-        patch.multiple(module, create=True, **vllm),
-        patch.object(vllm_generation, "is_vllm_available", vllm["is_vllm_available"]),
-        patch.object(VLLMClient, "init_communicator", lambda self, device: join(self, "cuda")),  # it opens no device
-    ):
+    asking = [each for name, each in sys.modules.items() if name.startswith("trl.") and _ASKED in vars(each)]
+    with ExitStack() as stack:
+        for module in asking:
+            stack.enter_context(patch.object(module, _ASKED, lambda *args, **kwargs: True))
+        stack.enter_context(patch.multiple(vllm_client, create=True, **of_client))
+        engine = {"LLM": StandInEngine, "SamplingParams": SimpleNamespace}
+        stack.enter_context(patch.multiple(vllm_generation, create=True, **engine))
+        # It opens no device.
+        stack.enter_context(patch.object(VLLMClient, "init_communicator", lambda self, device: join(self, "cuda")))
         yield
+
+
+_ASKED = "is_vllm_available"
