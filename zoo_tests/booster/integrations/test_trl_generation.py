@@ -78,6 +78,8 @@ _MEANS_OF_MEANS = {
     "grpo": ("policy_loss",),
 }
 _TOLERANCE = 1e-5
+# Norms of gradients in which rounding adds up over 20 steps: in fp64 they agree to 1e-12.
+_OF_ROUNDING = {"rloo, tp2pp2": 2e-5, "grpo without reference, pp2dp2": 5e-5}
 _CAMPAIGN = pytest.mark.campaign
 
 
@@ -92,8 +94,8 @@ def _check(found: list[list[dict[str, Any]]], expected: list[dict[str, Any]], wh
         worst = differences(each, expected)
         assert {"loss", *logged & {"eval_loss", "reward", "entropy"}} <= worst.keys()
         print(f"{what}: {max(worst.values()):.0e} ({max(worst, key=worst.__getitem__)})")
-        # Adam makes steps of gradients that are rounding: after 20, norms differ by more than losses.
-        assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE * (5 if name == "grad_norm" else 1)}
+        limits = {"grad_norm": _OF_ROUNDING.get(what, _TOLERANCE)}
+        assert not {name: gap for name, gap in worst.items() if gap > limits.get(name, _TOLERANCE)}
 
 
 def _check_layouts(name: str, steps: int, layouts: Sequence[str], folder: Path) -> None:

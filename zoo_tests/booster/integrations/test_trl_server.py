@@ -104,7 +104,9 @@ def test_a_server_gets_each_tensor_and_all_ranks_its_completions(name: str, layo
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "teacher", pytest.param("teacher's best", marks=pytest.mark.campaign)])
 def test_replicas_get_their_completions(name: str, tmp_path: Path) -> None:
-    job = dataclasses.replace(JOBS[name], arguments=JOBS[name].arguments | {"eval_strategy": "no"})
+    # Over several steps, each replica would shuffle its own rows.
+    given = {"eval_strategy": "no", "gradient_accumulation_steps": 1}
+    job = dataclasses.replace(JOBS[name], arguments=JOBS[name].arguments | given)
     [expected], _ = _with_server(job, tmp_path / "plain")
     histories, _ = _with_server(job, tmp_path / "dp2", "dp2")
     for history in histories:
