@@ -5,17 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from benchmarks.harness import run_ranks, table
-from booster import Booster
-from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.reproducible import batch_invariance
+from benchmarks.harness import table
 
 # Row -> system, options, number of ranks, and the rank whose step is counted.
 _ROWS: dict[str, tuple[str, dict[str, Any], int, int]] = {
@@ -91,7 +83,10 @@ _BATCH_INVARIANT = (
 
 
 def _batch_invariant() -> str:
-    ways = [run_ranks(_kernels, 1, *way) for way in ((False, True), (True, True), (True, False))]
+    command = "from zoo_tests.cuda_trace import scores; scores.main()"
+    ways = json.loads(
+        subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
+    )
     rows = [[name, *(way[name] for way in ways)] for name in ways[0]]
     columns = ["log-probabilities", "without", "with, shapes in one call", "with, tile by tile"]
     return table(
@@ -100,40 +95,6 @@ def _batch_invariant() -> str:
         rows,
         _BATCH_INVARIANT,
     )
-
-
-def _kernels(reproducible: bool, in_one_call: bool) -> dict[str, int]:
-    """Count what scoring, training and decoding run; `in_one_call`: whether the device's kernels round alike there."""
-    from zoo_tests.cuda_trace.recorder import StepRecorder
-
-    def decided(name: str, whole: Callable, by_tiles: Callable, *inputs: torch.Tensor) -> torch.Tensor:
-        return (whole if in_one_call else by_tiles)(*inputs)
-
-    def count(work: Callable[[], Any]) -> int:
-        work()  # shapes are tried once
-        with StepRecorder("cpu") as recorder:
-            work()
-        return sum(recorder.counts.kernels.values())
-
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=_LAYERS, vocab_size=128, num_attention_heads=4, **_SIZES))
-    booster = Booster(HybridParallelPlugin(precision="bf16", reproducible=reproducible))
-    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    batch = {"input_ids": torch.arange(4 * 64).view(4, 64) % 128}
-
-    def train() -> None:
-        booster.backward(model.token_log_probs(batch).log_probs.mean(), optimizer)
-
-    def generate(tokens: int) -> int:
-        return count(lambda: model.generate(batch["input_ids"], min_new_tokens=tokens, max_new_tokens=tokens))
-
-    with mock.patch.object(batch_invariance, "_in_one_call", decided):
-        with torch.no_grad():
-            scored = count(lambda: model.token_log_probs(batch))
-        return {
-            "scored": scored,
-            "scored, with the backward pass": count(train),
-            "a token generated over a cache, of 4 rows": generate(3) - generate(2),
-        }
 
 
 def _trace(name: str, system: str, options: dict[str, Any], world_size: int, rank: int) -> dict[str, Any]:
