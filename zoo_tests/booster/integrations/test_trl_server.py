@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from zoo_tests.booster.integrations.trl_jobs import Job, classes_of, differences, model_of, ranks_of, run
@@ -172,6 +173,27 @@ def _failure(job: Job, folder: Path, url: str) -> str:
     one, other = run_on_ranks(2, fails, job, str(folder), "tp2", url, free_port(), timeout_s=300.0)
     assert one == other and "\n" not in one and len(one) < 700, "one sentence, the same on all ranks"
     return one
+
+
+def fails_on_a_rank(job: Job, folder: str) -> str:
+    """Return in what error a training ends on this rank, of whose engines one fails."""
+
+    def load_weights(engine: StandInEngine, tensors: Any) -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("lm_head.weight")
+
+    with patch.object(StandInEngine, "load_weights", load_weights), pytest.raises(RuntimeError) as error:
+        colocated(job, folder, "tp2", 1)
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_is_said_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "reference").mkdir()
+    model_of(JOBS["grpo"], seed=4).save_pretrained(tmp_path / "reference")
+    said = run_on_ranks(2, fails_on_a_rank, JOBS["grpo"], str(tmp_path / "failing"), timeout_s=300.0)
+    expected = "the vLLM engine of rank 1 failed in load_weights: 'lm_head.weight'; look at its log, or use "
+    assert said == [f"{expected}vllm_mode='server'"] * 2
 
 
 @pytest.mark.slow
