@@ -56,7 +56,7 @@ class _ClientOfFirstRank:
             try:
                 self.client.update_named_params(metadata, weights)
             finally:
-                deque(weights, 0)
+                deque(weights, 0)  # the other ranks gather it all
 
         if dist.get_rank() > 0:
             deque(weights, 0)
@@ -135,7 +135,7 @@ class _BoostedGeneration:
             try:
                 super().sync_weights()
             finally:
-                deque(self._stream, 0)  # the other ranks gather it all
+                deque(self._stream, 0)
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights(0) if self.mode == "server" else self._stream

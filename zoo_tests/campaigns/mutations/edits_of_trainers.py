@@ -92,6 +92,12 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         "pass",
         (f"{_SERVER}::test_a_server_that_is_away_has_another_model_or_dies_is_said_on_all_ranks",),
     ),
+    "TRL: completions of engines in another order": Edit(
+        "booster.integrations.trl_server",
+        "for rank in self._firsts)",
+        "for rank in self._firsts[::-1])",
+        (f"{_SERVER}::test_engines_of_the_ranks_get_each_tensor_and_share_the_prompts[grpo lora-tp2-1]",),
+    ),
     "TRL: metrics of replicas weigh the same": Edit(
         "booster.integrations.replicas",
         "shares = (self.rows / self.rows.sum()).to(values.dtype)",
