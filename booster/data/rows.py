@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Sampler
 
 from booster.errors import ConfigurationError
@@ -38,11 +39,17 @@ class ItemCount(Tensor):
         """Note the use, and compute as plain tensors do."""
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
-        for each in args:
+        for each in tree_leaves((args, kwargs)):
             if isinstance(each, cls) and function.__name__ != "__get__":  # dtype or device
                 each.was_read = True
                 each.quotient = result if "div" in function.__name__ else each.quotient
         return result
+
+    def divides_sum(self, loss: Tensor) -> bool:
+        """Return whether a loss is what the latest division gave, and not of a mean, as far as its graph tells."""
+        node = loss.grad_fn and loss.grad_fn.next_functions[0][0]
+        is_mean = node is not None and (node.name().startswith("Mean") or getattr(node, "_saved_reduction", 0) == 1)
+        return loss is self.quotient and not is_mean
 
     def plain(self) -> Tensor:
         """Return the number as a plain tensor."""

@@ -274,7 +274,8 @@ class BoostedTRLTrainer:
             raise _unlike_shares(self, everyone[:, 1].tolist(), "each needs one")
         (tokens, pairs), (all_tokens, all_pairs) = own.tolist(), everyone.sum(0).tolist()
         scores = super().concatenated_forward(model, batch)
-        return (*scores[:4], scores[4] * (tokens * all_pairs / max(pairs * all_tokens, 1)), *scores[5:])
+        mean = scores[4] if tokens or not all_tokens else torch.zeros_like(scores[4])  # not the nan of no tokens
+        return (*scores[:4], mean * (tokens * all_pairs / max(pairs * all_tokens, 1)), *scores[5:])
 
     # ----- OnlineDPO, which has its loss and its metrics in `training_step` -----
 

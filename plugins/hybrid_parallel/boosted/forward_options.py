@@ -98,14 +98,15 @@ class ForwardOptions:
         """Bind positional arguments to the forward's names, if any; TypeError if they do not fit."""
         if not args:
             return args, dict(kwargs)
-        if isinstance(args[0], Mapping | str) and main_input_of(self.inside) is not None:
-            raise ConfigurationError(
-                f"the model got a {type(args[0]).__name__} as {main_input_of(self.inside)}; write model(**batch), with "
-                "tensors by the names of its arguments"
-            )
         signature = self.signature
         if signature is None:
             return args, dict(kwargs)
+        first = next(iter(signature.parameters), None)
+        if isinstance(args[0], Mapping | str) and first == main_input_of(self.inside):
+            raise ConfigurationError(
+                f"the model got a {type(args[0]).__name__} as {first}; write model(**batch), with tensors by the names "
+                "of its arguments"
+            )
         bound = signature.bind_partial(*args, **kwargs).arguments
         rest = next((name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), None)
         return (), {**{name: value for name, value in bound.items() if name != rest}, **bound.get(rest, {})}
@@ -205,7 +206,7 @@ class ForwardOptions:
     @cached_property
     def _limits(self) -> dict[str, int]:
         config = getattr(self.inside, "config", None)
-        return limits_of_positions(config.get_text_config()) if hasattr(config, "get_text_config") else {}
+        return limits_of_positions(config.get_text_config(decoder=True)) if hasattr(config, "get_text_config") else {}
 
     def _fills_cache(self, given: Mapping[str, Any]) -> bool:
         """Return whether the plain model fills a cache in this call, which gradient checkpointing prevents."""

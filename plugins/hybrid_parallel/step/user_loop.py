@@ -419,18 +419,18 @@ def _with_head_loss(model: HybridParallelModel, batch: Batch, inputs: dict[str, 
 def _with_own_loss(model: HybridParallelModel, batch: Batch, inputs: dict[str, Any]) -> Any:
     """Return outputs with the loss that the model's forward computes, if it does."""
     own = [batch.entries] if batch.has_rows else []
-    if isinstance(items := inputs.get(DIVISOR), Tensor):
-        inputs = {**inputs, DIVISOR: (items := items.as_subclass(ItemCount))}
     compared = batch.step_loss(own) if batch.loss.compares else None
     if compared is not None:
         reading = compared.reading(model)
     else:
         reading = LossesPromote() if has_floats((*batch.args, *inputs.values())) else nullcontext()
+    if isinstance(items := inputs.get(DIVISOR), Tensor):  # last: the forward alone reads it
+        inputs = {**inputs, DIVISOR: (items := items.as_subclass(ItemCount))}
     with reading:
         outputs = model.module(*batch.args, **inputs)
     if not _has_loss(outputs):
         return outputs
-    if isinstance(items, ItemCount) and (outputs[LOSS] is items.quotient or not items.was_read):
+    if isinstance(items, ItemCount) and (items.divides_sum(outputs[LOSS]) or not items.was_read):
         batch = replace(batch, entries={**batch.entries, DIVISOR: items if items.was_read else None})
     # Only now: replicas may call a model that returns no loss without each other.
     loss = compared or batch.step_loss(own)

@@ -8,13 +8,16 @@ configuration. Look in `plugins/hybrid_parallel/boosted/forward_options.py` and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import EncodecConfig, MusicgenConfig, PreTrainedConfig, PreTrainedModel, T5Config
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from zoo_tests.harness.case import Case, Recipe
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.harness.reference import loss_of
@@ -62,6 +65,22 @@ def _compare(found: Any, expected: Any, without: str = "no field") -> None:
 def _outputs(boosted: Boosted, batch: Mapping[str, Any]) -> Any:
     """Of two micro-batches."""
     return boosted.booster.execute_pipeline(iter([batch]), boosted.model, return_outputs=True).outputs
+
+
+class _TakesBatch(PreTrainedModel):
+    config_class = PreTrainedConfig
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["input_ids"]
+
+
+def test_a_model_may_take_a_dict_or_have_two_texts() -> None:
+    """The dict has another name than the main input, which `PreTrainedModel` names for every class."""
+    mesh: Any = SimpleNamespace(size=lambda axis: 1)
+    options, batch = ForwardOptions(_TakesBatch(PreTrainedConfig()), mesh), {"input_ids": torch.ones(2)}
+    assert options.by_name((batch,), {}) == ((), {"batch": batch})
+    options.inside.config = MusicgenConfig(text_encoder=T5Config(), audio_encoder=EncodecConfig(), decoder={})
+    options.check_positions({"position_ids": torch.zeros(2)}, True)  # although it has two configurations of texts
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", pytest.param("t5", marks=pytest.mark.slow)])

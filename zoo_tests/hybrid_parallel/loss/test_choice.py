@@ -185,18 +185,28 @@ def test_what_cannot_be_put_together_is_refused() -> None:
 
 @distributed(2)
 def test_a_forward_that_divides_by_the_number_of_items_has_a_share() -> None:
-    """Of the loss, where replicas have other numbers of labels; what it adds to the quotient would count for each."""
+    """Of the loss, where replicas have other numbers of labels; what is no sum, or added to one, counts for each."""
     wrong = {name: each for name, each in _differences("single", _FUSED, ordinary=True).items() if not each < 2e-6}
     assert not wrong, wrong
     _, model, _, share = _boosted(_FUSED)
-    fused = model.unwrap().forward
+    fused, inside = model.unwrap().forward, model.unwrap()
 
-    def forward(self: nn.Module, **inputs: Any) -> Any:
+    def penalised(self: nn.Module, **inputs: Any) -> Any:
         return CausalLMOutput(fused(**inputs).loss + self.lm_head.weight.square().mean())
 
-    model.unwrap().forward = MethodType(forward, model.unwrap())
-    with pytest.raises(ConfigurationError, match="num_items_in_batch says that it is a sum"):
-        model(**share)
+    def of_mean(self: nn.Module, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Any:
+        logits = self.lm_head(self.model(input_ids)[0]).flatten(0, 1)
+        return CausalLMOutput(F.cross_entropy(logits, labels.flatten()) / num_items_in_batch)
+
+    def of_rows(self: nn.Module, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Any:
+        return CausalLMOutput(self.lm_head(self.model(input_ids)[0]).square().mean())  # does not read the number
+
+    for forward in (penalised, of_mean):
+        inside.forward = MethodType(forward, inside)
+        with pytest.raises(ConfigurationError, match="num_items_in_batch says that it is a sum"):
+            model(**share)
+    inside.forward = MethodType(of_rows, inside)
+    assert model(**share | {"labels": share["input_ids"]}).loss.isfinite()
 
 
 @distributed(2)
