@@ -21,6 +21,7 @@ from transformers import GenerationMixin
 from booster.errors import ConfigurationError
 from booster.integrations.replicas import Replicas
 from booster.integrations.transformers import boosted
+from booster.integrations.trl_trainers import BoostedTRLTrainer
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.trl_jobs import Job, classes_of, differences, ranks_of, run, trainer_of
 from zoo_tests.harness.ranks import run_on_ranks
@@ -232,6 +233,21 @@ def test_tokens_that_tie_for_the_highest_entropies_are_all_kept() -> None:
     entropies = torch.tensor([[2.0, 3.0, 1.0], [2.0 - 2e-7, 2.5, 9.0]])
     kept = trainer.get_high_entropy_mask(entropies, torch.tensor([[1, 1, 1], [1, 1, 0]]), 0.5)
     assert kept.tolist() == [[True, True, False], [True, True, False]], "rounding does not part equal beginnings"
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_a_replica_without_tokens_to_learn_adds_nothing(tokens: int) -> None:
+    """To the mean of CPO over 4 tokens of another replica, where its own would be nan."""
+
+    class Scorer:
+        def concatenated_forward(self, model: Any, batch: Any) -> tuple[Any, ...]:
+            return (0, 0, 0, 0, torch.tensor(6.0 if tokens else torch.nan))
+
+    trainer: Any = object.__new__(type("", (BoostedTRLTrainer, Scorer), {"is_encoder_decoder": True}))
+    gather = lambda own: torch.cat([own, torch.tensor([[4, 1]])])  # noqa: E731
+    trainer.accelerator = SimpleNamespace(replicas=SimpleNamespace(size=2, gather=gather))
+    labels = torch.tensor([[5, 6, 7]]).masked_fill(torch.arange(3) >= tokens, -100)
+    assert trainer.concatenated_forward(None, {"chosen_labels": labels})[4] == 6 * tokens * 2 / 6
 
 
 # ----- trainer and sampler -----
