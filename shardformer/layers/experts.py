@@ -88,6 +88,9 @@ class TokenDispatcher:
         return gather_from_region(self._dispatch(experts, hidden, index, weights), 0, tp_group, len(hidden_states))
 
     def _dispatch(self, experts: ExpertsForward, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        if self.has_slots and not len(hidden):  # a rank without tokens has slots as well: it sends one of no weight
+            hidden, index, weights = (F.pad(each, (0, 0, 0, 1)) for each in (hidden, index, weights))
+            return self._dispatch(experts, hidden, index, weights)[:0]
         chosen = index.reshape(-1)  # (token, choice) pairs, flattened
         # Not `bincount`, which waits for a GPU to learn the size of its result.
         counts = chosen.new_zeros(self.num_experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
