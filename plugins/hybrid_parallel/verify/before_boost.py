@@ -163,7 +163,7 @@ def _cache_file(model: nn.Module, options: Mapping[str, Any], world_size: int) -
     if options.get("custom_policy") is not None or options.get("tp_info") is not None:
         return None
     config, files = getattr(model, "config", None), list(_source_files(model))
-    if not hasattr(config, "to_dict") or None in files:
+    if not hasattr(config, "to_dict") or None in files or has_own_forwards(model):
         return None
     import transformers
 
@@ -177,6 +177,11 @@ def _cache_file(model: nn.Module, options: Mapping[str, Any], world_size: int) -
     key = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "hybrid-booster" / "layouts" / f"{key}.json"
+
+
+def has_own_forwards(model: nn.Module) -> bool:
+    """Return whether a forward was set on a module itself, as fused kernels are; others of its class have none."""
+    return any("forward" in vars(module) for module in model.modules())
 
 
 def _source_files(model: nn.Module) -> Iterator[str | None]:

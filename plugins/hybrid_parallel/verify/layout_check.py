@@ -44,7 +44,12 @@ from booster.logging import quiet
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_threads
 from plugins.hybrid_parallel.setup.input_checks import has_batch_norms
-from plugins.hybrid_parallel.verify.before_boost import LayoutReport, NotCheckedError, checked_layouts
+from plugins.hybrid_parallel.verify.before_boost import (
+    LayoutReport,
+    NotCheckedError,
+    checked_layouts,
+    has_own_forwards,
+)
 from plugins.hybrid_parallel.verify.compare import Difference, Tolerance, compare
 from plugins.hybrid_parallel.verify.image_twin import NoMediaError, image_twin_of
 from plugins.hybrid_parallel.verify.module_outputs import OperatorLog, Output, OutputLog
@@ -388,7 +393,8 @@ def _read_last_token(batch: dict[str, Any], config: Any) -> None:
 
 def _config_of(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
-    if not hasattr(config, "to_dict") or list(inspect.signature(type(model).__init__).parameters)[1:2] != ["config"]:
+    takes_it = list(inspect.signature(type(model).__init__).parameters)[1:2] == ["config"]
+    if not (hasattr(config, "to_dict") and takes_it) or has_own_forwards(model):
         raise NotCheckedError(_NO_CONFIG)
     return config
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -316,6 +316,15 @@ def test_a_model_of_ones_own_is_one_line(batch: dict[str, Tensor] | None, said: 
     subject = CheckedModel(_ReadsValues(), lambda out, _: out.square().mean(), batch and (lambda: batch))
     report = check_layout(subject, TP, 2)
     assert [said in line for line in report.not_checked] == [True] and not report.findings, report
+
+
+def test_a_forward_set_on_a_module_is_tried_as_it_is() -> None:
+    """A copy by the class would not have it."""
+    model, ids = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)), torch.arange(1, 33).view(4, 8)
+    model.model.layers[1].mlp.forward = MethodType(_mlp(lambda x, y: (x * y).softmax(-1)), model.model.layers[1].mlp)
+    assert not check_layout(CheckedModel(model), TP, 2).proved
+    report = check_layout(CheckedModel(model, batch=lambda: {"input_ids": ids, "labels": ids}), TP, 2)
+    assert "model.layers.1.mlp" in "".join(report.findings), report
 
 
 def _fails(x: Tensor) -> Tensor:
