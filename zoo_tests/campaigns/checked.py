@@ -10,7 +10,8 @@
   mended after it had changed training without a word: its mend is taken out. A count of each kind is printed.
 - classes: each head class of the census, and each that compares texts with images or sounds, in its default
   configuration, which trains exactly, under six layouts. A finding is a false alarm.
-- meshes: the ten largest published configurations on 65,536 ranks, and the seconds of a processor for a check.
+- meshes: the ten largest published configurations on 65,536 ranks, others of all sizes on four, and the seconds of a
+  processor for a check.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "all-to-all": {**_SP, "sequence_parallelism_mode": "all_to_all"},
     "ep2": {"ep_size": 2},
 }
-_MESH = {"tp_size": 8, "cp_size": 8, "pp_size": 16, "num_microbatches": 64}
-_MESH_RANKS = 8 * 8 * 16 * 64
+_TIMED: dict[str, tuple[dict[str, Any], int]] = {
+    "mesh": ({"tp_size": 8, "cp_size": 8, "pp_size": 16, "num_microbatches": 64}, 8 * 8 * 16 * 64),
+    "job": ({"tp_size": 2, "pp_size": 2, "num_microbatches": 4}, 4),
+}
 _OTHER_PARTS = "its parameters are not those"
 _LLAMA, _MIXTRAL, _ROUTED = "llama/LlamaForCausalLM", "mixtral/MixtralForCausalLM", {"output_router_logits": True}
 # Class, layout and fields of a configuration, None for a tiny one -> mutants whose tests train no case of the zoo.
@@ -210,7 +213,15 @@ Published configurations under tp8, cp8, pp16 and dp64, with true sizes: seconds
 
 | Checkpoint | Parameters | Seconds | |
 |---|---|---|---|
-{meshes}
+{mesh}
+
+## Seconds by size
+
+Published configurations under tp2 and pp2 with four micro-batches: seconds of one processor for the check.
+
+| Checkpoint | Parameters | Seconds | |
+|---|---|---|---|
+{job}
 """
 _PAIRS = (
     *("align/AlignModel", "altclip/AltCLIPModel", "blip/BlipModel", "chinese_clip/ChineseCLIPModel", "clap/ClapModel"),
@@ -221,6 +232,10 @@ _PAIRS = (
 LARGEST = (
     *("Kimi K2", "Llama 4 Maverick", "DeepSeek-V3", "DeepSeek-R1", "MiniMax-Text-01", "GLM-4.5", "MiniMax-M2"),
     *("dots.llm1", "Command R+", "GLM-4.5-Air"),
+)
+OF_ALL_SIZES = (
+    *("BERT base", "Llama 3.2 1B", "Llama 3.1 8B", "Qwen3-VL 8B", "Qwen3 30B-A3B", "Qwen3 32B", "Llama 2 70B"),
+    *("GLM-4.5-Air", "DeepSeek-V3"),
 )
 
 
@@ -323,15 +338,15 @@ def _verdicts(model: nn.Module) -> dict[str, str]:
     }
 
 
-def mesh_verdict(name: str) -> dict[str, str]:
-    """What the check says of a published configuration on a mesh that no machine here has: cells of the page."""
+def timed_verdict(name: str, kind: str) -> dict[str, str]:
+    """What the check says of a published configuration on a large mesh or in a job of four ranks: cells of the page."""
     facts = published()[name]
     model = model_of(facts["class"], facts["config"])
     start = time.process_time()
-    report = check_layout(CheckedModel(model), _MESH, _MESH_RANKS)
+    report = check_layout(CheckedModel(model), *_TIMED[kind])
     seconds, count = time.process_time() - start, sum(param.numel() for param in model.parameters())
     said = "; ".join([f"exact, {len(report.proved)} layouts", *report.findings, *report.not_checked])
-    return {"mesh": f"{count / 1e9:.0f} billion | {seconds:.1f} | {said}"}
+    return {kind: f"{count / 1e9:.{int(count < 1e10)}f} billion | {seconds:.1f} | {said}"}
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -356,6 +371,10 @@ def fault_rows(found: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, in
         yield words, len(verdicts) - len(missed), len(verdicts), "; ".join(missed)
 
 
+def _cells(found: Mapping[str, Mapping[str, str]], kind: str) -> str:
+    return "\n".join(f"| {name.removeprefix('job:')} | {each[kind]} |" for name, each in found.items() if kind in each)
+
+
 def page(found: Mapping[str, Mapping[str, str]]) -> str:
     """The page of the documentation."""
     rows, told = [], []
@@ -371,7 +390,7 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
         no_model=sum("model" in each for each in found.values()),
         rows="\n".join(rows),
         told="\n".join(told) or "No false alarm.",
-        meshes="\n".join(f"| {name} | {each['mesh']} |" for name, each in found.items() if "mesh" in each),
+        **{kind: _cells(found, kind) for kind in _TIMED},
     )
 
 
@@ -391,7 +410,8 @@ def main() -> int:
         names = [*(f"{head.family}/{head.name}" for head in head_classes()), *_PAIRS]
         work = {name: (class_verdicts, name) for name in names}
     elif given.what == "meshes":
-        work = {name: (mesh_verdict, name) for name in LARGEST}
+        work = {name: (timed_verdict, name, "mesh") for name in LARGEST}
+        work |= {f"job:{name}": (timed_verdict, name, "job") for name in OF_ALL_SIZES}
     end = time.monotonic() + 60 * given.minutes
     for name, task in work.items():
         if name in found or not re.search(given.only, name) or time.monotonic() > end:
