@@ -217,7 +217,8 @@ Published configurations under tp8, cp8, pp16 and dp64, with true sizes: seconds
 
 ## Seconds by size
 
-Published configurations under tp2 and pp2 with four micro-batches: seconds of one processor for the check.
+Published configurations under tp2 and pp2 with four micro-batches, with the vocabulary of their classes by
+default: seconds of one processor for the check.
 
 | Checkpoint | Parameters | Seconds | |
 |---|---|---|---|
