@@ -41,6 +41,7 @@ USUAL_HEAD_LOSSES: HeadLosses = {
     "ForAudioFrameClassification": perception.mean_of_samples,
     "ForXVector": perception.mean_of_samples,
     "ForCTC": perception.connectionist,
+    "ParakeetForRNNT": perception.transducer,
     "ForVideoClassification": text.sequence_classification,
     "ForSequenceClassification": text.sequence_classification,
     "ForImageClassification": text.sequence_classification,

@@ -165,6 +165,23 @@ def connectionist(model: nn.Module) -> HeadLoss:
     return mean_of_samples(model)
 
 
+def transducer(model: nn.Module) -> HeadLoss:
+    """Return Parakeet's loss of a transducer: a sum over samples, divided by the labels that are not blank."""
+
+    def count(labels: Tensor, _: Batch) -> Tensor:
+        return (labels != model.config.blank_token_id).sum()
+
+    def total(outputs: Any, labels: Tensor) -> Tensor:
+        if not count(labels, {}):
+            raise ValueError(
+                f"all {len(labels)} samples of a part of the batch have no labels but blanks, and transformers divides "
+                "their loss by 0; use fewer micro-batches or replicas, or leave such samples out"
+            )
+        return outputs.loss * count(labels, {})
+
+    return HeadLoss(LossTerm("labels", count, total, is_input=True), function="ParakeetForRNNTLoss")
+
+
 def _samples(labels: Tensor, _: Batch) -> Tensor:
     return labels.new_tensor(len(labels))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.loss.heads import head_loss_of_kind
+from shardformer.loss.perception import transducer
 from shardformer.loss.terms import HeadLoss, zero_of
 from shardformer.policies.registry import head_loss_of
 from zoo_tests.campaigns.census.classes import head_classes
@@ -61,6 +63,19 @@ def _shares(loss: HeadLoss, head: Head, logits: Tensor, labels: Tensor, parts: l
     counts = sum(loss.counts(batch) for batch in batches)
     outputs = [head(logits[begin:end], labels[begin:end]) for begin, end in parts]
     return [loss.weighted_sum(each, batch, counts) for each, batch in zip(outputs, batches, strict=True)]
+
+
+def test_a_transducer_divides_by_its_labels_that_are_not_blank() -> None:
+    model = nn.Module()
+    model.config = SimpleNamespace(blank_token_id=0)
+    loss, labels, values = transducer(model), torch.tensor([[1, 2, 3], [1, 0, 0]]), torch.rand(2)
+    batches = [{"labels": labels[:1]}, {"labels": labels[1:]}]
+    outputs = [SimpleNamespace(loss=values[0] / 3), SimpleNamespace(loss=values[1])]
+    counts = sum(map(loss.counts, batches))
+    shares = [loss.weighted_sum(each, batch, counts) for each, batch in zip(outputs, batches, strict=True)]
+    torch.testing.assert_close(sum(shares), values.sum() / 4)
+    with pytest.raises(ValueError, match="all 2 samples of a part of the batch have no labels but blanks"):
+        loss.weighted_sum(outputs[0], {"labels": labels * 0}, counts)
 
 
 def test_other_labels_have_another_loss() -> None:
