@@ -81,13 +81,9 @@ class GuardedModel(ModelWrapper):
     def __init__(self, module: nn.Module, mesh: HybridMesh) -> None:
         super().__init__(module)
         self.mesh = mesh
-        self.optimizers: list[Any] = []  # a live list, which the optimizers share
+        self.optimizers: list[Any] = []  # a live list, which the optimizers share; passes wait for what they gather
         self.gathers: Any = None  # gathers the parameters that ranks shard (ZeRO stage 3)
         self.files = ModelFiles()
-
-    def attach_optimizer(self, optimizer: GuardedOptimizer) -> None:
-        """Add an optimizer of these weights: passes wait for the parameters that it gathers."""
-        self.optimizers.append(optimizer)
 
     # ----- engines around it -----
 

@@ -187,44 +187,27 @@ def _dropout_add_body(x: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
     return x * keep + residual
 
 
-class _BiasDropoutAdd(torch.autograd.Function):
+class _DropoutAdd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, keep: Tensor, residual: Tensor) -> Tensor:
         ctx.save_for_backward(keep)
+        ctx.has_bias = bias is not None
+        if bias is None:
+            return _run(_dropout_add_body, x, keep, residual)
         return _run(_bias_dropout_add_body, x, bias, keep, residual)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
-        (keep,) = ctx.saved_tensors
-        grad_x = grad * keep
-        return grad_x, grad_x.flatten(0, -2).sum(0), None, grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor]:
+        grad_x = grad * ctx.saved_tensors[0]
+        return grad_x, grad_x.flatten(0, -2).sum(0) if ctx.has_bias else None, None, grad
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, dropout: nn.Module) -> Tensor:
-    """Compute residual + dropout(x + bias), [..., features], bias [features]; `dropout` draws as unfused."""
-    keep = _mask_of(dropout, x)
-    if torch.compiler.is_compiling():
-        return _bias_dropout_add_body(x, bias.to(x.dtype), keep, residual)
-    return _BiasDropoutAdd.apply(x, bias.to(x.dtype), keep, residual)
-
-
-class _DropoutAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: Tensor, residual: Tensor) -> Tensor:
-        ctx.save_for_backward(keep)
-        return _run(_dropout_add_body, x, keep, residual)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
-        return grad * ctx.saved_tensors[0], None, grad
-
-
-def dropout_add(x: Tensor, residual: Tensor, dropout: nn.Module) -> Tensor:
-    """Compute residual + dropout(x); both [..., features]. `dropout` draws the mask, as in `bias_dropout_add`."""
-    keep = _mask_of(dropout, x)
-    if torch.compiler.is_compiling():
-        return _dropout_add_body(x, keep, residual)
-    return _DropoutAdd.apply(x, keep, residual)
+def dropout_add(x: Tensor, residual: Tensor, dropout: nn.Module, bias: Tensor | None = None) -> Tensor:
+    """Compute residual + dropout(x + bias), [..., features], bias [features]; `dropout` draws the mask as unfused."""
+    keep, bias = _mask_of(dropout, x), None if bias is None else bias.to(x.dtype)
+    if not torch.compiler.is_compiling():
+        return _DropoutAdd.apply(x, bias, keep, residual)
+    return _dropout_add_body(x if bias is None else x + bias, keep, residual)
 
 
 def _mask_of(dropout: nn.Module, x: Tensor) -> Tensor:

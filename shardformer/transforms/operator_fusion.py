@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm
-from shardformer.layers.fused_ops import bias_activation, bias_dropout_add, dropout_add, gated
+from shardformer.layers.fused_ops import bias_activation, dropout_add, gated
 from shardformer.layers.parallel_module import ParallelModule, replicated_linear
 from shardformer.stages.stage import StagePlaceholder
 from shardformer.utils.derived_modules import carry_over, change_module, derive, hook_on, stored_weight, user_code
@@ -159,7 +159,7 @@ class _FusedNormedOutput(nn.Module):
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         found = self.dense(hidden_states)
-        return self.LayerNorm(bias_dropout_add(found, self.dense.bias, input_tensor, self.dropout))
+        return self.LayerNorm(dropout_add(found, input_tensor, self.dropout, self.dense.bias))
 
     @staticmethod
     def applies_to(module: nn.Module) -> bool:
@@ -170,7 +170,7 @@ class _FusedOutput(nn.Module):
     """End of a layer of RoBERTa-PreLayerNorm: linear, dropout, then the sum with the block's input."""
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        return bias_dropout_add(self.dense(hidden_states), self.dense.bias, input_tensor, self.dropout)
+        return dropout_add(self.dense(hidden_states), input_tensor, self.dropout, self.dense.bias)
 
     @staticmethod
     def applies_to(module: nn.Module) -> bool:

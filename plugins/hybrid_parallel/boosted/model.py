@@ -13,7 +13,6 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -82,18 +81,6 @@ def _shared(module: nn.Module, mesh: HybridMesh) -> Iterator[Any]:
             yield views.stage_input
 
 
-@dataclass(frozen=True)
-class ShardContext:
-    """What the shard of a model must know besides its modules."""
-
-    origin: WholeModel  # description of the whole model, for saving and loading
-    tied: Mapping[nn.Parameter, TiedParameter]  # the parameters that other stages hold too
-    # the random stream of replicated regions; None on a single rank, which keeps torch's own
-    stream: SharedStream | None
-    pipeline: PipelineOptions  # how a batch is split into micro-batches
-    units: Units | None = None  # cuts batches into units under `reproducible=True`
-
-
 class HybridParallelModel(ModelApi):
     """This rank's shard of a model.
 
@@ -102,7 +89,11 @@ class HybridParallelModel(ModelApi):
 
     Args:
         runtime: runs micro-batches through the stages of the sharded model that this rank holds.
-        context: what the shard must know besides its modules.
+        origin: description of the whole model, for saving and loading.
+        tied: the parameters that other stages hold too.
+        stream: the random stream of replicated regions; None on a single rank, which keeps torch's own.
+        pipeline: how a batch is split into micro-batches.
+        units: cuts batches into units under `reproducible=True`.
 
     Attributes:
         saved_elsewhere: parameters on this rank that another stage saves.
@@ -112,13 +103,21 @@ class HybridParallelModel(ModelApi):
         token_counts: returns the tokens of each expert in the last step; None if they are not counted.
     """
 
-    def __init__(self, runtime: PipelineRuntime, context: ShardContext) -> None:
+    def __init__(
+        self,
+        runtime: PipelineRuntime,
+        origin: WholeModel,
+        tied: Mapping[nn.Parameter, TiedParameter],
+        stream: SharedStream | None,
+        pipeline: PipelineOptions,
+        units: Units | None = None,
+    ) -> None:
         module, mesh = runtime.module, runtime.mesh
         super().__init__(module, mesh)
-        self.runtime, self.origin, self.tied, self.stream = runtime, context.origin, context.tied, context.stream
-        self.units, self.pipeline = context.units, context.pipeline
-        self.saved_elsewhere = frozenset(param for param, tie in context.tied.items() if not tie.counted)
-        self.losses = LossChoice(module, mesh, self.units is not None, context.pipeline.contrastive == "global")
+        self.runtime, self.origin, self.tied, self.stream = runtime, origin, tied, stream
+        self.units, self.pipeline = units, pipeline
+        self.saved_elsewhere = frozenset(param for param, tie in tied.items() if not tie.counted)
+        self.losses = LossChoice(module, mesh, units is not None, pipeline.contrastive == "global")
         self.head_loss = self.losses.head_loss
         self.trace, self.synchrony = StepTrace(), SynchronyCheck(self)
         self.gathers, self.batches_seen = ParameterGathers(), 0
@@ -138,7 +137,7 @@ class HybridParallelModel(ModelApi):
             module = copy_module(self.module, self.mesh, memo)
         runtime = PipelineRuntime(module, self.mesh, self.runtime.schedule, self.runtime.num_chunks)
         tied = {memo[id(param)]: tie for param, tie in self.tied.items()}
-        made = HybridParallelModel(runtime, ShardContext(self.origin, tied, self.stream, self.pipeline, self.units))
+        made = HybridParallelModel(runtime, self.origin, tied, self.stream, self.pipeline, self.units)
         refuse_backward(made)
         made.files.io, made.training = self.files.io, self.training  # the flags of inner modules are copied already
         return made

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
-from plugins.hybrid_parallel.boosted.model import HybridParallelModel, ShardContext
+from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.boosted.model_api import WholeModel
 from plugins.hybrid_parallel.config.groups import PrecisionOptions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
@@ -131,8 +131,8 @@ def wrap_model(
     parts = Parts(model, mesh, seed, _stream(mesh, seed))
     for feature in features:
         feature.sharded(parts)
-    context = ShardContext(origin, _tied(shared, config, mesh), parts.stream, config.pipeline, parts.units)
-    wrapped = HybridParallelModel(PipelineRuntime(model, mesh, config.schedule, config.chunks_per_rank), context)
+    runtime, tied = PipelineRuntime(model, mesh, config.schedule, config.chunks_per_rank), _tied(shared, config, mesh)
+    wrapped = HybridParallelModel(runtime, origin, tied, parts.stream, config.pipeline, parts.units)
     if is_compiler_loaded():  # a script may compile a function that calls the model
         prepare_tracing()
     for feature in features:

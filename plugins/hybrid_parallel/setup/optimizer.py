@@ -8,8 +8,11 @@ from itertools import chain
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from booster.failure import peers
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.agreement import checked_collectives
@@ -21,19 +24,20 @@ from plugins.hybrid_parallel.setup.model import BuiltModel, build_model, shards_
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, GradBufferPool, Source, StateMemory, TiedParameter
 from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
-from plugins.hybrid_parallel.zero.collectives.shared_memory import exchange_of
+from plugins.hybrid_parallel.zero.collectives.p2p import HierarchicalCollectives, P2PCollectives
+from plugins.hybrid_parallel.zero.collectives.shared_memory import SharedMemoryCollectives, meet_neighbours
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 from plugins.hybrid_parallel.zero.optimizer import (
     FrozenParameters,
     HybridParallelOptimizer,
     LocalParameters,
-    ModelContext,
     StepOptions,
 )
 from plugins.hybrid_parallel.zero.reducer import GradientHooks, GradientReducer, take_hooks
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
 from plugins.hybrid_parallel.zero.user_optimizer import place_states, take_states
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.layers.parallel_module import replace_native_layers
 from shardformer.shard_spec import EXPERTS, TENSOR, grad_group_of, spec_of
 from shardformer.utils.freed_memory import return_freed_memory
@@ -110,8 +114,9 @@ def build_optimizer(
         optim,
         buckets,
         reducer,
-        LocalParameters(first_names, model.origin.aliases, order, frozen, wholes, group_names),
-        ModelContext(mesh, built.loss_scale, model.trace, model.optimizers, model.gathers),
+        LocalParameters(first_names, order, frozen, wholes, group_names),
+        model,
+        built.loss_scale,
         StepOptions(
             config.zero.max_norm,
             config.debugging.nonfinite,
@@ -121,7 +126,7 @@ def build_optimizer(
         ),
         memory,
     )
-    model.attach_optimizer(wrapped)
+    model.optimizers.append(wrapped)
     return wrapped
 
 
@@ -321,3 +326,24 @@ def chunks_of(params: Sequence[Sized], limit: int) -> Iterator[list[Sized]]:
         size += param.numel() * 4
     if chunk:
         yield chunk
+
+
+def exchange_of(group: ProcessGroup, device: torch.device) -> ZeroCollectives:
+    """Choose the fastest collectives for these ranks; must be called on all of them."""
+    uses_gloo = device.type == "cpu" and "gloo" in str(dist.get_backend_config(group))
+    if not uses_gloo or dist.get_world_size(group) == 1:
+        return ZeroCollectives(group)
+    neighbours = meet_neighbours(group)
+    if neighbours is not None:
+        return SharedMemoryCollectives(group, neighbours)
+    per_machine = ranks_per_machine(all_gather_json(peers.machine(), group))
+    return P2PCollectives(group) if per_machine == 1 else HierarchicalCollectives(group, per_machine)
+
+
+def ranks_per_machine(machines: Sequence[str]) -> int:
+    """Return how many ranks each of `machines` (one entry a rank) has; 1 if that differs, or one has all."""
+    count = next((rank for rank, name in enumerate(machines) if name != machines[0]), len(machines))
+    blocks = [set(machines[start : start + count]) for start in range(0, len(machines), count)]
+    is_regular = len(machines) % count == 0 and all(len(block) == 1 for block in blocks)
+    is_apart = len(set(machines)) == len(blocks) > 1
+    return count if is_regular and is_apart else 1

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from booster import failure
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
+from plugins.hybrid_parallel.distributed.mesh import DP_CP
 from plugins.hybrid_parallel.guards import GuardedOptimizer
 from plugins.hybrid_parallel.loss.arithmetic import LossScale, clip_factor, gradient_factor, unscaled
 from plugins.hybrid_parallel.zero.bucket import Bucket, resident
@@ -34,7 +34,7 @@ from plugins.hybrid_parallel.zero.user_optimizer import (
 from plugins.hybrid_parallel.zero.whole_parameters import OwnedParameter, WholeParameters, full_gradients
 
 if TYPE_CHECKING:
-    from plugins.hybrid_parallel.features.nonfinite import StepTrace
+    from plugins.hybrid_parallel.boosted.model import HybridParallelModel
     from plugins.hybrid_parallel.zero.average import ShardedEMA
 
 
@@ -152,24 +152,11 @@ class LocalParameters:
     """The parameters of an optimizer on this rank."""
 
     names: Mapping[nn.Parameter, str]  # local parameter -> its Hugging Face name
-    aliases: Mapping[str, tuple[str, ...]]  # name -> the other names of the same (tied) parameter
     # the local parameters as the optimizer held them before, by group; None for those on other stages
     order: Sequence[Sequence[nn.Parameter | None]]
     frozen: FrozenParameters  # the parameters that have no bucket yet
     wholes: WholeParameters  # the parameters that the optimizer reads whole, although ranks hold parts of them
     group_names: Sequence[Sequence[str]] = ()  # names of the parameters of the whole model, by group
-
-
-@dataclass(frozen=True)
-class ModelContext:
-    """What the optimizers of one model share."""
-
-    mesh: HybridMesh
-    loss_scale: LossScale  # the model's fp16 loss scale, or a constant 1
-    trace: StepTrace  # record of the passes of a step
-    # all optimizers of the model, including each one as soon as it is created
-    optimizers: list[HybridParallelOptimizer]
-    gathers: ParameterGathers  # gathers the parameters that ranks shard (ZeRO stage 3)
 
 
 class HybridParallelOptimizer(GuardedOptimizer):
@@ -180,7 +167,8 @@ class HybridParallelOptimizer(GuardedOptimizer):
         buckets: the buckets that hold the parameters.
         reducer: reduces gradients to the shards.
         parameters: the parameters that it updates.
-        context: what it shares with the model's other optimizers.
+        model: the model, all of whose optimizers share its mesh, trace and gathers.
+        loss_scale: the model's fp16 loss scale, or a constant 1.
         options: options of a step.
         memory: where the states of the user's optimizer are.
 
@@ -199,16 +187,17 @@ class HybridParallelOptimizer(GuardedOptimizer):
         buckets: Sequence[Bucket],
         reducer: GradientReducer,
         parameters: LocalParameters,
-        context: ModelContext,
+        model: HybridParallelModel,
+        loss_scale: LossScale,
         options: StepOptions,
         memory: StateMemory,
     ) -> None:
         super().__init__(optim)
         self.buckets, self.reducer = list(buckets), reducer
-        self.names, self.aliases, self.frozen = dict(parameters.names), parameters.aliases, parameters.frozen
+        self.names, self.aliases, self.frozen = dict(parameters.names), model.origin.aliases, parameters.frozen
         self.wholes, self.group_names = parameters.wholes, parameters.group_names
-        self.mesh, self.loss_scale, self._gathers_of_model = context.mesh, context.loss_scale, context.gathers
-        self.trace, self.peers = context.trace, context.optimizers
+        self.mesh, self.loss_scale, self._gathers_of_model = model.mesh, loss_scale, model.gathers
+        self.trace, self.peers = model.trace, model.optimizers  # including each one as soon as it is created
         self.options, self.num_steps = options, 0
         self._norm: Tensor | None = None
         self.before_update: list[Callable[[], None]] = []  # of readers of the weights, which then change

@@ -1,1 +1,1 @@
-"""Collectives of ZeRO; `exchange_of` in `shared_memory.py` chooses between them."""
+"""Collectives of ZeRO; `exchange_of` in `setup/optimizer.py` chooses between them."""

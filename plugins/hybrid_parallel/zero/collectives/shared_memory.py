@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +35,8 @@ from booster.failure.stack_probe import waits_for_ranks
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.zero.bucket_layout import StateMemory
 from plugins.hybrid_parallel.zero.collectives import p2p
-from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ReduceScatterHandle, ZeroCollectives
-from plugins.hybrid_parallel.zero.collectives.p2p import Answers, HierarchicalCollectives, P2PCollectives, SentShard
+from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ReduceScatterHandle
+from plugins.hybrid_parallel.zero.collectives.p2p import Answers, P2PCollectives, SentShard
 from shardformer.distributed.collectives import world_timeout
 from shardformer.distributed.process_groups import all_gather_json
 
@@ -514,24 +514,3 @@ def _windows(memory: PeerSegment, start: int, like: Tensor, is_kept: bool) -> It
         part = slice(first, min(first + step, count))
         address = start + first * like.element_size()
         yield part, memory.map_view(address, part.stop - first, like.dtype, is_kept and count <= step)
-
-
-def exchange_of(group: ProcessGroup, device: torch.device) -> ZeroCollectives:
-    """Choose the fastest collectives for these ranks; must be called on all of them."""
-    uses_gloo = device.type == "cpu" and "gloo" in str(dist.get_backend_config(group))
-    if not uses_gloo or dist.get_world_size(group) == 1:
-        return ZeroCollectives(group)
-    neighbours = meet_neighbours(group)
-    if neighbours is not None:
-        return SharedMemoryCollectives(group, neighbours)
-    per_machine = ranks_per_machine(all_gather_json(machine(), group))
-    return P2PCollectives(group) if per_machine == 1 else HierarchicalCollectives(group, per_machine)
-
-
-def ranks_per_machine(machines: Sequence[str]) -> int:
-    """Return how many ranks each of `machines` (one entry a rank) has; 1 if that differs, or one has all."""
-    count = next((rank for rank, name in enumerate(machines) if name != machines[0]), len(machines))
-    blocks = [set(machines[start : start + count]) for start in range(0, len(machines), count)]
-    is_regular = len(machines) % count == 0 and all(len(block) == 1 for block in blocks)
-    is_apart = len(set(machines)) == len(blocks) > 1
-    return count if is_regular and is_apart else 1

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plugins.hybrid_parallel.setup.optimizer import exchange_of, ranks_per_machine
 from plugins.hybrid_parallel.zero.collectives.p2p import HierarchicalCollectives
-from plugins.hybrid_parallel.zero.collectives.shared_memory import exchange_of, ranks_per_machine
 from zoo_tests.harness.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -25,8 +25,8 @@ def _in_any_order() -> tuple[list[bool], int]:
     """Several exchanges at once; whether sums were finite, and the bytes of numbers sent to the other machine."""
     rank, group = dist.get_rank(), dist.group.WORLD
     with (
-        mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.meet_neighbours", lambda group: None),
-        mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.machine", lambda: f"machine{rank // 2}"),
+        mock.patch("plugins.hybrid_parallel.setup.optimizer.meet_neighbours", lambda group: None),
+        mock.patch("booster.failure.peers.machine", lambda: f"machine{rank // 2}"),
     ):
         exchange = exchange_of(group, CPU)
     assert isinstance(exchange, HierarchicalCollectives)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.setup.optimizer import exchange_of
 from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives
 from plugins.hybrid_parallel.zero.collectives.p2p import P2PCollectives
 from plugins.hybrid_parallel.zero.collectives.shared_memory import (
@@ -37,7 +38,6 @@ from plugins.hybrid_parallel.zero.collectives.shared_memory import (
     SignalSocket,
     SignalSockets,
     connect,
-    exchange_of,
 )
 from zoo_tests.harness.ranks import run_on_ranks, under_load
 
@@ -183,14 +183,12 @@ def _kinds(make: Callable[[], Any]) -> list[type[ZeroCollectives]]:
 
 def _one_sees_no_neighbours() -> Any:
     """A rank in a container of its own, which the others cannot look into."""
-    hidden = mock.patch(
-        "plugins.hybrid_parallel.zero.collectives.shared_memory.PeerSegment", side_effect=PermissionError
-    )
+    hidden = mock.patch("plugins.hybrid_parallel.setup.optimizer.PeerSegment", side_effect=PermissionError)
     return hidden if dist.get_rank() == 1 else contextlib.nullcontext()
 
 
 def _another_system() -> Any:
-    return mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.SharedSegment", side_effect=OSError)
+    return mock.patch("plugins.hybrid_parallel.setup.optimizer.SharedSegment", side_effect=OSError)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +221,9 @@ def _train(exchange: type[ZeroCollectives] | None, accumulates: bool, overlap: b
     model = nn.Sequential(nn.Embedding(11, 16), *(nn.Linear(16, 16) for _ in range(8)))
     made = contextlib.nullcontext()
     if exchange is not None:
-        made = mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.SharedMemoryCollectives", exchange)
+        made = mock.patch("plugins.hybrid_parallel.setup.optimizer.SharedMemoryCollectives", exchange)
         if exchange is P2PCollectives:
-            made = mock.patch(
-                "plugins.hybrid_parallel.zero.collectives.shared_memory.meet_neighbours", lambda group: None
-            )
+            made = mock.patch("plugins.hybrid_parallel.setup.optimizer.meet_neighbours", lambda group: None)
     with made:
         plugin = HybridParallelPlugin(zero_bucket_size_in_mb=0.001, overlap_allgather=overlap)
         booster = Booster(plugin=plugin)
