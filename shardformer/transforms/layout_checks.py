@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -38,7 +38,7 @@ from shardformer.layers.linear import in_features, out_features
 from shardformer.layers.parallel_module import ParallelModule
 from shardformer.loss.terms import router_loss_of
 from shardformer.matmul.quantised import kind_of_layer
-from shardformer.policies.base import LAYERS_AT_RANDOM, ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardformer.policies.base import LAYERS_AT_RANDOM, Policy
 from shardformer.policies.mixers import MIXER
 from shardformer.policies.module_edits import read_norms_of_heads, shard_own_parameter, shard_weights_of_heads
 from shardformer.policies.plans.policy import PlanPolicy
@@ -52,6 +52,9 @@ from shardformer.transforms.context_parallel import (
 )
 from shardformer.utils.derived_modules import hook_on, hooked_modules, user_code
 from shardformer.utils.module_paths import divisors_phrase
+
+if TYPE_CHECKING:
+    from shardformer.shardformer import ModelSharder
 
 
 @dataclass(frozen=True)
@@ -307,22 +310,7 @@ class InBlocks(ShardConfig):
         return self.count
 
 
-class Sharder(Protocol):
-    """The part of `ModelSharder` that is read."""
-
-    model: nn.Module
-    policy: Policy
-    table: Mapping[str, ModulePolicyDescription]
-    kept: KeptLayers
-
-    def described(self) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
-        """Yield the modules that the table describes."""
-
-    def sub_modules(self) -> Iterator[tuple[str, nn.Module, SubModuleReplacementDescription]]:
-        """Yield the sub-modules that the table names."""
-
-
-def block_problems(sharder: Sharder, count: int) -> list[str]:
+def block_problems(sharder: ModelSharder, count: int) -> list[str]:
     """Return the reasons why a whole model cannot be computed in `count` blocks; empty if it can."""
     policy = sharder.policy
     if isinstance(policy, PlanPolicy):
@@ -338,7 +326,7 @@ def block_problems(sharder: Sharder, count: int) -> list[str]:
     return problems + list(_of_layers(sharder, count))
 
 
-def _of_layers(sharder: Sharder, count: int) -> Iterator[str]:
+def _of_layers(sharder: ModelSharder, count: int) -> Iterator[str]:
     for path, native, replacement in sharder.sub_modules():
         target, options = replacement.target_module, replacement.kwargs or {}
         if target is None or target in _VOCABULARY or options.get("divisible_by") or options.get("gather_output"):
