@@ -297,8 +297,8 @@ class HybridParallelConfig:
             )
         if self.kernels.enable_sequence_overlap and not parallel.enable_sequence_parallelism:
             problems.append("enable_sequence_overlap=True needs enable_sequence_parallelism=True; use it, or False")
-        problems += self._check_compilation() if self.kernels.compile_layers else []
-        problems += self._check_cuda_graphs() if self.kernels.cuda_graphs else []
+        problems += self._conflicts_of_compilation() if self.kernels.compile_layers else []
+        problems += self._conflicts_of_cuda_graphs() if self.kernels.cuda_graphs else []
         problems += conflicts_with_reproducible(self.options()) if self.debugging.reproducible else []
         if self.mixed_precision.precision != "fp8" and self.mixed_precision.fp8_recipe in ("rowwise", "mxfp8"):
             problems.append(
@@ -330,9 +330,9 @@ class HybridParallelConfig:
                 f"expert_capacity_factor={policy.expert_capacity_factor} needs whole sequences, which "
                 f"cp_size={parallel.cp_size} cuts; use cp_size=1 or expert_capacity_factor=None"
             )
-        return problems + self._check_slots_of_experts()
+        return problems + self._conflicts_of_slots()
 
-    def _check_slots_of_experts(self) -> list[str]:
+    def _conflicts_of_slots(self) -> list[str]:
         """Return one sentence for what `expert_rank_capacity_factor` excludes."""
         factor, debugging = self.policy.expert_rank_capacity_factor, self.debugging
         needs = {
@@ -345,7 +345,7 @@ class HybridParallelConfig:
         found = [each for each, is_broken in needs.items() if factor is not None and is_broken]
         return [f"expert_rank_capacity_factor={factor} {each}, or expert_rank_capacity_factor=None" for each in found]
 
-    def _check_compilation(self) -> list[str]:
+    def _conflicts_of_compilation(self) -> list[str]:
         """Return one sentence for each option that `compile_layers` excludes."""
         kernels = self.kernels
         problems = []
@@ -367,7 +367,7 @@ class HybridParallelConfig:
             )
         return problems
 
-    def _check_cuda_graphs(self) -> list[str]:
+    def _conflicts_of_cuda_graphs(self) -> list[str]:
         """Return one sentence for each option under which tensors of a layer are at other addresses in each step."""
         if not self.kernels.compile_layers:
             return ["cuda_graphs=True records compiled layers; use compile_layers=True, or cuda_graphs=False"]

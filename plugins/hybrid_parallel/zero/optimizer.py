@@ -364,7 +364,11 @@ class HybridParallelOptimizer(GuardedOptimizer):
                 "optimizer.step() inside of no_sync would train each replica by its own gradients, as LocalSGD does, "
                 "and a layout keeps replicas equal; call it outside of no_sync, and leave LocalSGD out"
             )
-        self._groups.refuse_strangers()
+        if self._groups.has_strangers():
+            raise ConfigurationError(
+                "optimizer.param_groups holds a parameter that was added after boost(); add it to the optimizer "
+                "before, frozen by requires_grad=False until it is to be trained"
+            )
         self.num_steps += 1
         for peer in self.peers:
             peer._accumulates = False

@@ -423,10 +423,6 @@ class UserGroups:
         self._held |= {id(param): place for param, place in places.items()}
         self._groups[index]["params"] += places
 
-    def refuse_strangers(self) -> None:
-        """Refuse parameters that were added to a group after `boost`: they would have no gradients here."""
-        if not all(self._held.keys() >= set(map(id, group["params"])) for group in self._groups):
-            raise ConfigurationError(
-                "optimizer.param_groups holds a parameter that was added after boost(); add it to the optimizer "
-                "before, frozen by requires_grad=False until it is to be trained"
-            )
+    def has_strangers(self) -> bool:
+        """Return whether a group holds parameters that were added after `boost`, which have no gradients here."""
+        return not all(self._held.keys() >= set(map(id, group["params"])) for group in self._groups)
