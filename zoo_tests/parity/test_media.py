@@ -18,8 +18,8 @@ from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.data.media import is_media, media_tokens
 from plugins.hybrid_parallel.data.microbatch import split_batch
+from plugins.hybrid_parallel.setup import optimizer as setup_of_optimizers
 from plugins.hybrid_parallel.verify.train import VerifyCase, train_reference
-from plugins.hybrid_parallel.zero.collectives import shared_memory
 from zoo_tests.campaigns.census.classes import head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, sharded_verdict
 from zoo_tests.campaigns.images import plain_with_inputs
@@ -52,7 +52,7 @@ def test_media_in_some_samples_alone(name: str, layout: str) -> None:
 
 def _train(case: VerifyCase, expected: dict[str, numpy.ndarray], zero_stage: int, options: dict[str, Any]) -> None:
     """Train by both loops on ranks that send each other parameters, as on two machines, in one order."""
-    with mock.patch.object(shared_memory, "meet_neighbours", return_value=None):
+    with mock.patch.object(setup_of_optimizers, "meet_neighbours", return_value=None):
         for is_ordinary in (False, True):
             plugin = HybridParallelPlugin(dp_size=2, zero_stage=zero_stage, zero_bucket_size_in_mb=0.02, **options)
             booster, model = Booster(plugin=plugin), case.tiny_model.build()

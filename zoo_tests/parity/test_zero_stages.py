@@ -166,7 +166,7 @@ def test_a_rank_has_the_layers_in_flight_and_no_more(apart: bool, checkpointing:
 
 def _apart() -> Any:
     """As if every rank were on a machine of its own: gathers are messages."""
-    return mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.meet_neighbours", lambda group: None)
+    return mock.patch("plugins.hybrid_parallel.setup.optimizer.meet_neighbours", lambda group: None)
 
 
 def _train_by_messages(case: Case, directory: Path) -> Any:

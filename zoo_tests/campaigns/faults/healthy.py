@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from booster import Booster, launch_from_torch
-from booster.failure import desync
+from booster.failure import desync, diagnosis
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.campaigns.faults.job import COLLECTIVES, Model, ModelPolicy, criterion, report
 
@@ -246,13 +246,13 @@ def _delay_threads(job: Job) -> None:
 def _count_comparisons() -> list[int]:
     """Have counts compared at each look; return where their number is kept."""
     desync._LOOK_S = desync._PROBE_S = 0.0
-    number, compare = [0], desync.compare_counts
+    number, compare = [0], diagnosis.compare_counts
 
     def counted(*args: Any) -> Any:
         number[0] += 1
         return compare(*args)
 
-    desync.compare_counts = counted
+    diagnosis.compare_counts = counted
     return number
 
 

@@ -101,8 +101,8 @@ def _own_dropout_mask_on_every_rank() -> None:
 def _same_dropout_mask_in_all_heads() -> None:
     from shardformer.distributed import random as rng
 
-    seed_generators = rng._seed_default_generators
-    rng._seed_default_generators = lambda seed: seed_generators(min(seed, 2**40))
+    seed_generators = rng.seed_default_generators
+    rng.seed_default_generators = lambda seed: seed_generators(min(seed, 2**40))
 
 
 def _no_sum_over_copied_kv_heads() -> None:
@@ -165,11 +165,11 @@ def _batches_by_names_alone() -> None:
 
 
 def _labels_not_shifted() -> None:
-    from shardformer.loss import heads
+    from shardformer.loss import heads, text
 
     def unshifted(model: nn.Module) -> heads.HeadLoss:
-        loss = heads.masked_lm(model)
-        loss.function = heads.causal_lm(model).function  # by another's name the model's own forward would take over
+        loss = text.masked_lm(model)
+        loss.function = text.causal_lm(model).function  # by another's name the model's own forward would take over
         return loss
 
     heads.USUAL_HEAD_LOSSES["ForCausalLM"] = unshifted

@@ -48,7 +48,7 @@ def _train(bucket_size: float, **options: Any) -> tuple[nn.Module, Any]:
 
 def _apart() -> Any:
     """As if every rank were on a machine of its own."""
-    return mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.meet_neighbours", lambda group: None)
+    return mock.patch("plugins.hybrid_parallel.setup.optimizer.meet_neighbours", lambda group: None)
 
 
 def _together() -> Any:

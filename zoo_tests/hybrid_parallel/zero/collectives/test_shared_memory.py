@@ -183,12 +183,14 @@ def _kinds(make: Callable[[], Any]) -> list[type[ZeroCollectives]]:
 
 def _one_sees_no_neighbours() -> Any:
     """A rank in a container of its own, which the others cannot look into."""
-    hidden = mock.patch("plugins.hybrid_parallel.setup.optimizer.PeerSegment", side_effect=PermissionError)
+    hidden = mock.patch(
+        "plugins.hybrid_parallel.zero.collectives.shared_memory.PeerSegment", side_effect=PermissionError
+    )
     return hidden if dist.get_rank() == 1 else contextlib.nullcontext()
 
 
 def _another_system() -> Any:
-    return mock.patch("plugins.hybrid_parallel.setup.optimizer.SharedSegment", side_effect=OSError)
+    return mock.patch("plugins.hybrid_parallel.zero.collectives.shared_memory.SharedSegment", side_effect=OSError)
 
 
 @pytest.mark.parametrize(
