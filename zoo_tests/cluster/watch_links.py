@@ -17,7 +17,7 @@ def main() -> None:
     links = MachineLinks(rank, ["node1", "node2"], "10.77.0.1", limit_s, lambda failure: say(failure.line()))
     while True:
         links.look(store)
-        links.check()
+        links.watch()
         if links._links:
             say("connected")
         time.sleep(0.1)
