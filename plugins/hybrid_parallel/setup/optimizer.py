@@ -110,22 +110,15 @@ def build_optimizer(
     gradient_hooks = GradientHooks(hooks, first_names, mesh, built.loss_scale, seed)
     group_names = [[names[id(param)][0] for param in group] for group in groups]
     reducer = _make_reducer(buckets, gradient_hooks, built.parts, config, stands_alone)
-    wrapped = HybridParallelOptimizer(
-        optim,
-        buckets,
-        reducer,
-        LocalParameters(first_names, order, frozen, wholes, group_names),
-        model,
-        built.loss_scale,
-        StepOptions(
-            config.zero.max_norm,
-            config.debugging.nonfinite,
-            config.zero.overlap_allgather,
-            on_nonfinite=partial(on_nonfinite, trace=model.trace, mesh=mesh),
-            after_step=partial(_after_step, model=model, features=built.features),
-        ),
-        memory,
+    local = LocalParameters(first_names, order, frozen, wholes, group_names)
+    step = StepOptions(
+        config.zero.max_norm,
+        config.debugging.nonfinite,
+        config.zero.overlap_allgather,
+        on_nonfinite=partial(on_nonfinite, trace=model.trace, mesh=mesh),
+        after_step=partial(_after_step, model=model, features=built.features),
     )
+    wrapped = HybridParallelOptimizer(optim, buckets, reducer, local, model, built.loss_scale, step, memory)
     model.optimizers.append(wrapped)
     return wrapped
 
