@@ -24,19 +24,32 @@ from booster.network import address_towards, is_loopback, listener
 _BEATS_PER_LIMIT = 12
 
 
-class Heartbeat:
-    """Heartbeat sender and checker; a periodic task of the store client.
+class _Machines:
+    """The machines of a job and the ranks of each, for what watches that the others are there.
 
     Args:
-        limit_s: seconds without a heartbeat after which a machine counts as lost.
+        machines: that of each rank, as `peers.machine` names it.
+        limit_s: seconds without a sign after which a machine counts as lost.
     """
 
     def __init__(self, rank: int, machines: list[str], limit_s: float, report: Callable[[Failure], None]) -> None:
         self.limit_s, self._report = limit_s, report
         names = list(dict.fromkeys(machines))
-        self._ranks = {number: [r for r, name in enumerate(machines) if name == m] for number, m in enumerate(names)}
-        self._names = names
+        self._names = [name.partition("/")[0] for name in names]
+        self._ranks = [[r for r, name in enumerate(machines) if name == own] for own in names]
         self._own = names.index(machines[rank])
+
+    def _lost(self, machine: int, what: str) -> Failure:
+        first, *rest = self._ranks[machine]
+        others = f", with {ranks_text(self._ranks[machine])}," if rest else ""
+        return Failure.found(first, f"on machine {self._names[machine]}{others} {what}")
+
+
+class Heartbeat(_Machines):
+    """Heartbeat sender and checker; a periodic task of the store client."""
+
+    def __init__(self, rank: int, machines: list[str], limit_s: float, report: Callable[[Failure], None]) -> None:
+        super().__init__(rank, machines, limit_s, report)
         self._every_s = limit_s / _BEATS_PER_LIMIT
         self._next = 0.0
         self._looked_at = time.monotonic()
@@ -52,18 +65,14 @@ class Heartbeat:
             self._seen.clear()
         self._looked_at = now
         store.add(f"beat/{self._own}", 1)
-        for machine, ranks in self._ranks.items():
+        for machine, ranks in enumerate(self._ranks):
             if machine == self._own or all(store.check([f"ended/{rank}"]) for rank in ranks):
                 continue
             beats = store.add(f"beat/{machine}", 0)
             last, since = self._seen.get(machine, (-1, now))
             self._seen[machine] = (beats, since if beats == last else now)
             if now - self._seen[machine][1] > self.limit_s:
-                name = self._names[machine].partition("/")[0]
-                others = f", with {ranks_text(ranks)}," if len(ranks) > 1 else ""
-                self._report(
-                    Failure.found(ranks[0], f"on machine {name}{others} has not been heard of for {self.limit_s:g} s")
-                )
+                self._report(self._lost(machine, f"has not been heard of for {self.limit_s:g} s"))
 
 
 _SILENCE = 1 / 7.5  # of the limit of heartbeats: how long the kernel of another machine may be silent
@@ -109,23 +118,18 @@ class OtherMachines:
             self._links.watch()
 
 
-class MachineLinks:
+class MachineLinks(_Machines):
     """This rank's connections to the next machine and from the one before.
 
     One rank of each machine has them. They are made by a periodic task of the store client (`look`) and watched by
     `watch`, which another thread may call.
-
-    Args:
-        limit_s: seconds without an answer after which a machine counts as unreachable.
     """
 
     def __init__(
         self, rank: int, machines: list[str], store_host: str, limit_s: float, report: Callable[[Failure], None]
     ) -> None:
-        self.limit_s, self._store_host, self._report = limit_s, store_host, report
-        self._names = list(dict.fromkeys(machines))
-        self._ranks = [[r for r, name in enumerate(machines) if name == own] for own in self._names]
-        self._own = self._names.index(machines[rank])
+        super().__init__(rank, machines, limit_s, report)
+        self._store_host = store_host
         self._leads = rank == self._ranks[self._own][0]
         count = len(self._names)
         # Of two machines, one connection is enough.
@@ -173,18 +177,10 @@ class MachineLinks:
                         link.send(_NOT_HEARD)
                 link.close()
                 if is_lost:
-                    self._report(self._unreachable(machine))
+                    what = f"cannot be reached from machine {self._names[self._own]} for {self.limit_s:g} s"
+                    self._report(self._lost(machine, f"{what}: it is lost, or the network between them"))
         if self._listener is not None and self._listener.fileno() in events:
             self._accept()
-
-    def _unreachable(self, machine: int) -> Failure:
-        names, ranks = [name.partition("/")[0] for name in self._names], self._ranks[machine]
-        others = f", with {ranks_text(ranks)}," if len(ranks) > 1 else ""
-        return Failure.found(
-            ranks[0],
-            f"on machine {names[machine]}{others} cannot be reached from machine {names[self._own]} for "
-            f"{self.limit_s:g} s: it is lost, or the network between them",
-        )
 
     def _accept(self) -> None:
         assert self._listener is not None
