@@ -21,7 +21,7 @@ from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from plugins.hybrid_parallel.pipeline.timeline import simulate
-from shardformer.matmul import kernel
+from shardformer.matmul.kernel import WeightGradStore
 
 RANKS, MICROBATCHES, LAYERS = 4, 4, 8
 
@@ -30,13 +30,13 @@ class Wait(torch.autograd.Function):
     """Wait `seconds` forward and twice that backward; the half for the weight gradient may be deferred."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        ctx.weight, ctx.seconds = weight, seconds
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float, store: WeightGradStore | None) -> Tensor:
+        ctx.weight, ctx.seconds, ctx.store = weight, seconds, store
         time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         weight, seconds = ctx.weight, ctx.seconds
 
         def grad_weight() -> Tensor:
@@ -44,11 +44,10 @@ class Wait(torch.autograd.Function):
             return torch.zeros_like(weight)
 
         time.sleep(seconds)
-        deferred = kernel._State.deferred
-        if deferred is None:
-            return grad, grad_weight(), None
-        deferred.append((weight, grad_weight))
-        return grad, None, None
+        if ctx.store is None or ctx.store.deferred is None:
+            return grad, grad_weight(), None, None
+        ctx.store.deferred.append((weight, grad_weight))
+        return grad, None, None, None
 
 
 def measure(seconds: float, repeats: int) -> dict[str, list[float]]:
@@ -99,7 +98,7 @@ def _step(name: str, seconds: float) -> Callable[[], None]:
     model, optimizer = booster.boost(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
     for layer in model.unwrap().modules():
         if isinstance(layer, LlamaDecoderLayer):
-            _let_wait(layer, seconds * RANKS / LAYERS)
+            _let_wait(layer, seconds * RANKS / LAYERS, model.runtime.weight_grad_store)
     batch = {
         "input_ids": torch.randint(1, 32, (MICROBATCHES, 4)),
         "labels": torch.randint(0, 2, (MICROBATCHES,)),
@@ -112,10 +111,10 @@ def _step(name: str, seconds: float) -> Callable[[], None]:
     return step
 
 
-def _let_wait(layer: nn.Module, seconds: float) -> None:
+def _let_wait(layer: nn.Module, seconds: float, store: WeightGradStore | None) -> None:
     forward, weight = layer.forward, next(layer.parameters())
 
     def waiting(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return forward(Wait.apply(hidden, weight, seconds), *args, **kwargs)
+        return forward(Wait.apply(hidden, weight, seconds, store), *args, **kwargs)
 
     layer.forward = waiting
