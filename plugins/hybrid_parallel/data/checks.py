@@ -101,7 +101,7 @@ def check_parts(model: nn.Module, batch: Mapping[str, Any], num_parts: int) -> N
 
 def _is_causal_if_padded(config: Any) -> bool:
     """Return whether attention is causal by a mask alone, which transformers leaves out of a batch without padding."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     is_bidirectional = getattr(text, "model_type", "") == "gemma" and getattr(text, "use_bidirectional_attention", None)
     return bool(is_bidirectional) and "sdpa" in str(text._attn_implementation)
 

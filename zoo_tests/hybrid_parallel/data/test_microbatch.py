@@ -19,7 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, GemmaConfig, PreTrainedConfig
+from transformers import (
+    DynamicCache,
+    EncodecConfig,
+    GemmaConfig,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
+    PreTrainedConfig,
+    T5Config,
+)
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
 from booster.data.rows import is_empty, num_rows, rows_of
@@ -359,6 +367,9 @@ def test_a_part_that_would_lose_its_causal_mask_is_not_cut() -> None:
     check_parts(model, {"attention_mask": torch.ones(2, 2)}, 2)
     with pytest.raises(ConfigurationError, match="attends to later tokens.*2 micro-batches.*give token_type_ids"):
         check_parts(model, {"attention_mask": mask}, 2)
+    texts = {"text_encoder": T5Config().to_dict(), "audio_encoder": EncodecConfig().to_dict()}
+    model.config = MusicgenConfig(**texts, decoder=MusicgenDecoderConfig().to_dict())  # of two texts
+    check_parts(model, {"attention_mask": mask}, 2)
 
 
 def test_patches_without_their_samples_are_refused() -> None:
