@@ -16,7 +16,7 @@ import pytest
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple
 from zoo_tests.architecture.hops import REPOSITORY, Hops, sizes
 
-SIZES = {"files": 290, "lines": 74_200, "import lines": 4_810, "files with checks": 65}
+SIZES = {"files": 290, "lines": 74_300, "import lines": 4_815, "files with checks": 65}
 HOPS = {
     "modules at import": 118,
     "files of boost": 86,
