@@ -19,8 +19,9 @@ from plugins.hybrid_parallel.distributed.agreement import checked_collectives
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh, replicate_axis, shard_groups, stage_group
 from plugins.hybrid_parallel.features.feature import Feature, Parts, features_of
 from plugins.hybrid_parallel.features.nonfinite import on_nonfinite
+from plugins.hybrid_parallel.setup.initial_weights import shards_by_axis
 from plugins.hybrid_parallel.setup.input_checks import check_options_against_model
-from plugins.hybrid_parallel.setup.model import BuiltModel, build_model, shards_by_axis
+from plugins.hybrid_parallel.setup.model import BuiltModel, build_model
 from plugins.hybrid_parallel.zero.bucket import Bucket
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions, GradBufferPool, Source, StateMemory, TiedParameter
 from plugins.hybrid_parallel.zero.collectives.backend import ZeroCollectives

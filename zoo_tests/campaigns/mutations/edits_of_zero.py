@@ -37,7 +37,7 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         (f"{_STAGES}[llama-causal_lm-dp2-zero3-adamw-clip-num_microbatches=3]",),
     ),
     "masters of sharded parameters made of rounded values": Edit(
-        "plugins.hybrid_parallel.setup.model",
+        "plugins.hybrid_parallel.setup.initial_weights",
         "kept = param.dtype if dtype is None or has_master else dtype",
         "kept = dtype or param.dtype",
         (f"{_LAZY}::test_16_bit_models_keep_the_full_values_for_the_optimizer[bf16-dp2-3]",),

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from booster import Booster, ConfigurationError
 from plugins.hybrid_parallel import HybridParallelPlugin
-from plugins.hybrid_parallel.setup.model import share_initial_weights
+from plugins.hybrid_parallel.setup.initial_weights import share_initial_weights
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.harness.toy import Toy
 
@@ -40,7 +40,7 @@ def test_one_warning_where_weights_differ_and_none_where_not() -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append
-    logger = logging.getLogger("plugins.hybrid_parallel.setup.model")
+    logger = logging.getLogger("plugins.hybrid_parallel.setup.initial_weights")
     logger.addHandler(handler)
     try:
         share_initial_weights(_model(seed=0))
