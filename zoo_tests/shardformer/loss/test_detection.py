@@ -94,8 +94,13 @@ def _check_parts(model: nn.Module, batch: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["MaskFormerForInstance", "Mask2FormerForUniversal", "EomtForUniversal"])
 def test_masks_of_parts_add_up_to_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Classes are weighted means over queries, and masks are divided by how many there are."""
-    points = torch.rand(997, 2)  # the same ones for each mask, where the loss draws some
-    monkeypatch.setattr(torch, "rand", lambda masks, count, _, **__: points[:count].repeat(masks, 1, 1))
+    points, rand = torch.rand(997, 2), torch.rand
+
+    def same_points(*sizes: Any, **options: Any) -> torch.Tensor:
+        """Draw [masks, points, 2] alike for each mask; anything else as torch does."""
+        return points[: sizes[1]].repeat(sizes[0], 1, 1) if len(sizes) == 3 else rand(*sizes, **options)
+
+    monkeypatch.setattr(torch, "rand", same_points)
     model = getattr(transformers, f"{kind}Segmentation")(_config_of_masks(kind))
     keep_losses_of_masks(model)
     counts = [2, 1, 3, 0, 7, 2]  # of 6 queries
