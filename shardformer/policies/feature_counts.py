@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
 
 from torch import nn
 
@@ -80,9 +79,3 @@ def attends(module: nn.Module) -> bool:
         and (is_attention(module) or hasattr(module, "head_size"))
         and "ALL_ATTENTION_FUNCTIONS" in names_read_by(type(module).forward)
     )
-
-
-def text_config(model: nn.Module) -> Any:
-    """Return the configuration of a model's text part; None for a module that is not a transformers model."""
-    config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

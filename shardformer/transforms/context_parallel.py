@@ -34,6 +34,7 @@ from shardformer.policies.base import Policy
 from shardformer.policies.registry import head_loss_of, policy_for
 from shardformer.shard_config import ShardConfig
 from shardformer.stages.stage import StagePlaceholder
+from shardformer.utils.module_paths import text_config
 from shardformer.utils.source import counts_positions, syntax_of
 
 _MASK = "attention_mask"
@@ -106,7 +107,7 @@ def _reasons(model: nn.Module, policy: Policy) -> Iterator[str]:
     elif layout.inputs_between and base is not runner_of(model, policy):
         yield "which reads more than hidden states between its layers"
     yield from counting_reasons(model, policy)
-    text = text.get_text_config() if hasattr(text, "get_text_config") else text
+    text = text_config(text)
     if getattr(text, "attn_logit_softcapping", None) is not None:
         yield "whose attention scores are soft-capped"
     if packed_documents.rotary_limit(text) is not None:

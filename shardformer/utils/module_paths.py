@@ -25,6 +25,16 @@ def remembered(model: nn.Module, find: Callable[[Any], Found]) -> Found:
     return vars(model)[name]
 
 
+def text_config(config: Any) -> Any:
+    """Return the configuration of a model's text part; `config` itself if it is none of transformers."""
+    if not hasattr(config, "get_text_config"):
+        return config
+    try:
+        return config.get_text_config()
+    except ValueError:  # of MusicGen's two texts, the decoder's
+        return config.get_text_config(decoder=True)
+
+
 def divisors_phrase(count: int) -> str:
     """Return the divisors of `count` as a phrase: "1, 2 or 4"."""
     divisors = [str(size) for size in range(1, count + 1) if count % size == 0]

@@ -40,7 +40,7 @@ from shardformer.attention.packed_documents import (
 )
 from shardformer.context_parallel.zigzag import restarts
 from shardformer.peft import model_inside, prompt_config
-from shardformer.utils.module_paths import cache_name
+from shardformer.utils.module_paths import cache_name, text_config
 
 
 class ForwardOptions:
@@ -205,14 +205,13 @@ class ForwardOptions:
 
     @cached_property
     def _limits(self) -> dict[str, int]:
-        config = getattr(self.inside, "config", None)
-        return limits_of_positions(config.get_text_config(decoder=True)) if hasattr(config, "get_text_config") else {}
+        config = text_config(getattr(self.inside, "config", None))
+        return limits_of_positions(config) if hasattr(config, "get_text_config") else {}
 
     def _fills_cache(self, given: Mapping[str, Any]) -> bool:
         """Return whether the plain model fills a cache in this call, which gradient checkpointing prevents."""
-        if not self.would_cache(given) or not self.inside.training:
-            return self.would_cache(given)
-        return not any(getattr(each, "gradient_checkpointing", False) for each in self.inside.modules())
+        flags = (getattr(each, "gradient_checkpointing", False) for each in self.inside.modules())
+        return self.would_cache(given) and not (self.inside.training and any(flags))
 
     def _of_documents(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that keep documents which are packed into a row apart; empty if there are none."""
@@ -248,7 +247,7 @@ class ForwardOptions:
     @property
     def hidden_size(self) -> int | None:
         """Width of the model's layers; None if its configuration does not say."""
-        return getattr(self.inside.config.get_text_config(), "hidden_size", None)
+        return getattr(text_config(self.inside.config), "hidden_size", None)
 
     def _reason_not_kept_apart(self) -> str:
         if prompt_config(self.module) is not None:  # of the adapter that is active now

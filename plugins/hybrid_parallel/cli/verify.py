@@ -39,6 +39,7 @@ from plugins.hybrid_parallel.verify.verify import (
 )
 from shardformer.policies.plans.execution import execution_order
 from shardformer.policies.plans.propose import ProposedPlan
+from shardformer.utils.module_paths import text_config
 
 _ROWS = 7  # odd, so that no size of the model divides it
 _SPLITS = "pipeline: 2 stages train the same"
@@ -198,7 +199,7 @@ def _without_ranks(
 def to_text(found: Verification) -> str:
     """Format what was compared, and "equal" or the first difference, as text."""
     trial = found.trial
-    text = trial.tiny_model.config.get_text_config()
+    text = text_config(trial.tiny_model.config)
     sizes = ("num_hidden_layers", "layers"), ("num_attention_heads", "heads"), ("hidden_size", "hidden")
     words = [f"{getattr(text, name)} {word}" for name, word in sizes if isinstance(getattr(text, name, None), int)]
     config = HybridParallelConfig.from_options(**trial.options)

@@ -27,6 +27,7 @@ from plugins.hybrid_parallel.distributed.agreement import checksum, checksum_of
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.distributed.process_groups import all_gather_json, world_group
 from shardformer.layers.embedding import OutOfVocabularyError
+from shardformer.utils.module_paths import text_config
 
 _log = get_logger(__name__)
 
@@ -101,7 +102,7 @@ def check_parts(model: nn.Module, batch: Mapping[str, Any], num_parts: int) -> N
 
 def _is_causal_if_padded(config: Any) -> bool:
     """Return whether attention is causal by a mask alone, which transformers leaves out of a batch without padding."""
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     is_bidirectional = getattr(text, "model_type", "") == "gemma" and getattr(text, "use_bidirectional_attention", None)
     return bool(is_bidirectional) and "sdpa" in str(text._attn_implementation)
 

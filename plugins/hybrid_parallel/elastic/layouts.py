@@ -369,9 +369,8 @@ class ElasticCheckpointIO(HybridParallelCheckpointIO):
     def _begin(self, folder: str, model: Any) -> None:
         """Prepare the snapshots of this round."""
         self._elsewhere = set() if model is None else buffers_of_earlier_stages(model, self.mesh, self.group)
-        left = max(
-            (piece.number for piece in training_state.pieces_in(self._place.pieces)), default=0
-        )  # by earlier rounds
+        # Earlier rounds left some.
+        left = max((piece.number for piece in training_state.pieces_in(self._place.pieces)), default=0)
         names, numbers = zip(*all_gather_json([machine_of_this_rank(), left], self.group), strict=True)
         self._neighbours = Neighbours([names.index(name) for name in names], self.group)
         found = training_state.newest_snapshot([self._place.pieces], self.group)

@@ -26,7 +26,7 @@ from plugins.hybrid_parallel.step.passes import Batch
 from shardformer.peft import model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.stages.stage import StageLayout
-from shardformer.utils.module_paths import names_of_parameters
+from shardformer.utils.module_paths import names_of_parameters, text_config
 
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 _SIMPLE = (int, float, str, bool, tuple, type(None))
@@ -298,7 +298,7 @@ def batch_of(model: nn.Module, rows: int, length: int, device: str = "cpu") -> d
 
 def _positions(config: Any) -> int | None:
     """Return the number of positions of a model; None if its configuration does not give one."""
-    text = config.get_text_config()
+    text = text_config(config)
     found = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions")]
     return next((count for count in found if isinstance(count, int) and count > 0), None)
 

@@ -42,7 +42,7 @@ from shardformer.distributed.random import SharedStream, seed_default_generators
 from shardformer.peft import model_inside
 from shardformer.shardformer import ModelSharder
 from shardformer.transforms.layout_checks import InBlocks, block_problems
-from shardformer.utils.module_paths import alias_parameters
+from shardformer.utils.module_paths import alias_parameters, text_config
 from shardformer.utils.untraced import in_backward
 
 if TYPE_CHECKING:
@@ -267,8 +267,7 @@ def _not_invariant(model: nn.Module) -> str:
     inside = model_inside(model)
     if getattr(inside, "_is_stateful", False):
         return f"{type(inside).__name__} keeps a state of all tokens, which it computes in chunks"
-    config = getattr(inside, "config", None)
-    found = getattr(config and config.get_text_config(), "_attn_implementation", None)
+    found = getattr(text_config(getattr(inside, "config", None)), "_attn_implementation", None)
     kernel = getattr(found, "kernel", found)
     return "" if kernel == "sdpa" else f"attn_implementation={kernel!r} adds up keys in an order of its own"
 

@@ -27,6 +27,7 @@ from torch import nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.verify.random_batch import batch_for, cast
 from shardformer.distributed.random import random_numbers_apart
+from shardformer.utils.module_paths import text_config
 
 _INDEXES = ("idx", "indices", "indexes")
 _PERIODS = ("period", "interval", "every_n", "pattern", "sparse_step", "layer_step")
@@ -122,7 +123,7 @@ class TwinSizes:
     @staticmethod
     def of(config: Any, tp_size: int, num_stages: int) -> TwinSizes:
         """Choose sizes for a layout; both head counts are divisible by `tp_size` exactly if the model's own are."""
-        heads, kv_heads = head_counts(config.get_text_config())
+        heads, kv_heads = head_counts(text_config(config))
         group = heads // kv_heads
         small = tp_size * -(-(4 if group == 1 else 2) // tp_size)
         if kv_heads % tp_size:  # heads are replicated or unevenly sharded

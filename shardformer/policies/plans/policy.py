@@ -23,7 +23,6 @@ from shardformer.policies.feature_counts import (
     attends,
     functions_of_all_features,
     is_attention,
-    text_config,
 )
 from shardformer.policies.mixers import RULES
 from shardformer.policies.plans.plan import (
@@ -46,7 +45,7 @@ from shardformer.policies.plans.stages import layer_paths, stage_layout
 from shardformer.policies.plans.styles import STYLES, lowered
 from shardformer.shard_spec import divided_share
 from shardformer.utils.derived_modules import stored_weight
-from shardformer.utils.module_paths import divisors_phrase, join, path_of, starred
+from shardformer.utils.module_paths import divisors_phrase, join, path_of, starred, text_config
 from shardformer.utils.source import GETTERS
 
 
@@ -387,7 +386,7 @@ class PlanPolicy(Policy):
         """Return the number of heads of a projection to or from `features`; None if it is not part of attention."""
         if not is_attention(owner) and not attends(owner):
             return None
-        config = getattr(owner, "config", None) or text_config(self.model)
+        config = getattr(owner, "config", None) or text_config(getattr(self.model, "config", None))
         head_dim = getattr(owner, "head_dim", None)
         is_key_or_value = name.split(".")[0] in ("k_proj", "v_proj", "key", "value")
         if is_key_or_value and isinstance(head_dim, int) and features % head_dim == 0:

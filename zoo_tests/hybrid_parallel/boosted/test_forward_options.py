@@ -81,6 +81,7 @@ def test_a_model_may_take_a_dict_or_have_two_texts() -> None:
     assert options.by_name((batch,), {}) == ((), {"batch": batch})
     options.inside.config = MusicgenConfig(text_encoder=T5Config(), audio_encoder=EncodecConfig(), decoder={})
     options.check_positions({"position_ids": torch.zeros(2)}, True)  # although it has two configurations of texts
+    assert options.hidden_size == options.inside.config.decoder.hidden_size
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", pytest.param("t5", marks=pytest.mark.slow)])
