@@ -129,6 +129,11 @@ class TokenDispatcher:
         """Whether ranks exchange as many rows whatever is chosen."""
         return self.capacity is not None and torch.is_grad_enabled()
 
+    def _most(self, number: int) -> int:
+        most = torch.tensor(number)  # on the CPU: reading the result must not wait for the device
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        return int(most)
+
     def _in_slots(
         self, chosen: Tensor, counts: Tensor, arriving: Tensor, order: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -137,9 +142,8 @@ class TokenDispatcher:
         Return the choice in each slot, the slot of each choice, the expert of each slot that arrives (their number
         where it has no row), and whether a rank has more rows than slots. There is one choice at least.
         """
-        most = torch.tensor(len(chosen))  # on the CPU: reading the result must not wait for the device
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-        slots = min(int(most), math.ceil(self.capacity * int(most) / self.num_ranks))
+        most = self._most(len(chosen))
+        slots = min(most, math.ceil(self.capacity * most / self.num_ranks))
         sent, arriving = counts.view(self.num_ranks, -1).sum(1), arriving.view(self.num_ranks, -1)
         first, numbers = sent.cumsum(0) - sent, torch.arange(slots, device=chosen.device)
         inside = order[(first.unsqueeze(1) + numbers).clamp(max=len(order) - 1)].flatten()
