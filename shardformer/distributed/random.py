@@ -57,11 +57,8 @@ def restoring_default_generators() -> Iterator[None]:
 @contextmanager
 def random_numbers_apart(seed: int = 0) -> Iterator[None]:
     """Seed the default generators of torch, Python and numpy in this context, and restore their states at its end."""
-    states, numpy = random_states(), sys.modules.get("numpy")
-    seed_default_generators(seed)
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed)
+    states = random_states()
+    seed_all_generators(seed)
     try:
         yield
     finally:
@@ -70,14 +67,21 @@ def random_numbers_apart(seed: int = 0) -> Iterator[None]:
 
 def random_states() -> dict[str, Any]:
     """Return the states of the default generators of torch, Python and, if it is imported, numpy."""
-    numpy = sys.modules.get("numpy")
-    numbers = None if numpy is None else numpy.random.get_state()
-    return {"torch": _default_states(), "python": random.getstate(), "numpy": numbers}
+    return {"torch": _default_states(), **_host_states()}
 
 
 def set_random_states(states: dict[str, Any]) -> None:
     """Set states that `random_states` has returned."""
     _set_default_states(states["torch"])
+    _set_host_states(states)
+
+
+def _host_states() -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    return {"python": random.getstate(), "numpy": None if numpy is None else numpy.random.get_state()}
+
+
+def _set_host_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     if states["numpy"] is not None:
         sys.modules["numpy"].random.set_state(states["numpy"])
@@ -161,6 +165,17 @@ class SharedStream:
             self._states = _default_states()
             _set_default_states(outer)
 
+    @contextmanager
+    def of_pass(self) -> Iterator[None]:
+        """Be `active`, and have Python's and numpy's generators follow this stream."""
+        outer = _host_states()
+        with self.active():
+            _seed_host_generators(int(torch.randint(_SEED_LIMIT, (), device="cpu")))
+            try:
+                yield
+            finally:
+                _set_host_states(outer)
+
     @staticmethod
     def _states_after_seeding(seed: int) -> dict[str, Tensor]:
         outer = _default_states()
@@ -184,6 +199,18 @@ def seed_default_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
+def seed_all_generators(seed: int) -> None:
+    """Seed the default generators of torch, Python and, if it is imported, numpy."""
+    seed_default_generators(seed)
+    _seed_host_generators(seed)
+
+
+def _seed_host_generators(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def _default_states() -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import pytest
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple
 from zoo_tests.architecture.hops import REPOSITORY, Hops, sizes
 
-SIZES = {"files": 291, "lines": 74_340, "import lines": 4_831, "files with checks": 63}
+SIZES = {"files": 291, "lines": 74_360, "import lines": 4_831, "files with checks": 63}
 HOPS = {
     "modules at import": 117,
     "files of boost": 85,

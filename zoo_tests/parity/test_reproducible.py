@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from booster import Booster
 from booster.errors import ConfigurationError
@@ -19,8 +22,8 @@ from zoo_tests.campaigns.census.classes import HeadClass
 from zoo_tests.campaigns.census.trained import twin_of
 from zoo_tests.harness.case import Recipe
 from zoo_tests.harness.optimizers import Lamb
-from zoo_tests.harness.ranks import distributed
-from zoo_tests.harness.toy import Toy, toy
+from zoo_tests.harness.ranks import distributed, run_on_ranks
+from zoo_tests.harness.toy import Toy, global_batch, mean_square, share_of, toy
 
 STEPS = 3
 
@@ -115,6 +118,35 @@ class _Normed(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(5)
+
+
+class _Masked(Toy):
+    """Hides features by numbers of Python and numpy, as SpecAugment does."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        kept = numpy.random.rand(*x.shape) < random.uniform(0.3, 0.7)
+        return super().forward(x * torch.from_numpy(kept))
+
+
+def _losses_of_masked(rows: int) -> list[float]:
+    """Of two steps over batches of `rows` samples."""
+    random.seed(dist.get_rank())
+    numpy.random.seed(dist.get_rank())
+    torch.manual_seed(4)
+    model = _Masked()
+    booster = Booster(plugin=HybridParallelPlugin(reproducible=True, seed=3))
+    model, optimizer, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_square)
+    losses = []
+    for step in range(2):
+        share = share_of(global_batch(step, rows, torch.float32))
+        losses.append(booster.execute_pipeline(iter([share]), model, optimizer=optimizer).loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_what_a_forward_draws_from_numpy_follows_the_position_of_a_sample() -> None:
+    assert run_on_ranks(1, _losses_of_masked, 4) * 2 == run_on_ranks(2, _losses_of_masked, 4)
 
 
 @distributed(2)

@@ -165,7 +165,7 @@ class HybridParallelModel(ModelApi):
         self.runtime.register_microbatch_hook(lambda index: self.gathers.release_all())
 
     def _draw_from_stream(self, this: Pass) -> AbstractContextManager[None]:
-        return self.stream.active() if self.training and not this.generates else nullcontext()
+        return self.stream.of_pass() if self.training and not this.generates else nullcontext()
 
     def begin_training(
         self, batch: Mapping[str, Any], check: Callable[[Mapping[str, Any], HybridMesh], None] = check_batch

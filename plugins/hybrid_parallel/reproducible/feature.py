@@ -38,7 +38,7 @@ from plugins.hybrid_parallel.reproducible.reducer import ExactBucket, ExactReduc
 from plugins.hybrid_parallel.zero.bucket_layout import give_gradient
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of
 from shardformer.distributed.process_groups import world_group
-from shardformer.distributed.random import SharedStream, seed_default_generators
+from shardformer.distributed.random import SharedStream, seed_all_generators
 from shardformer.peft import model_inside
 from shardformer.shardformer import ModelSharder
 from shardformer.transforms.layout_checks import InBlocks, block_problems
@@ -98,7 +98,7 @@ class UnitStream(SharedStream):
         if self._is_active:
             self._unit = self._first + index
             self._calls.clear()
-            seed_default_generators(self._seed_of(""))
+            seed_all_generators(self._seed_of(""))
 
     def attach(self, model: nn.Module) -> None:
         """Seed at the layers of `model`, and at its other modules that have no modules inside; call it once a stage."""
@@ -125,11 +125,11 @@ class UnitStream(SharedStream):
             self._seeds[key] = self._seed_of(f"{name}:{self._calls[name]}")
         # Recomputation restores the generator first, so that the key is that of the forward pass.
         if key in self._seeds:
-            seed_default_generators(self._seeds[key])
+            seed_all_generators(self._seeds[key])
 
     def _leave(self, name: str, *_: Any) -> None:
         if self._is_active and not in_backward():
-            seed_default_generators(self._seed_of(f"{name}:{self._calls[name]}:after"))
+            seed_all_generators(self._seed_of(f"{name}:{self._calls[name]}:after"))
 
     def _seed_of(self, place: str) -> int:
         text = f"{self.seed}:{self._step}:{self._unit}:{place}"

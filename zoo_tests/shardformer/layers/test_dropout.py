@@ -7,7 +7,9 @@ What breaks here first: a stream that the ranks no longer share after one of the
 from __future__ import annotations
 
 import copy
+import random
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,6 +67,28 @@ def test_the_stream_goes_on_and_leaves_the_users_numbers_alone() -> None:
     found.append(torch.rand(3))
     assert torch.equal(torch.cat(found), expected)
     assert not torch.equal(*masks), "the second pass draws other numbers than the first"
+
+
+@distributed(2)
+def test_generators_of_python_and_numpy_follow_the_stream_in_a_pass() -> None:
+    """As SpecAugment and skipped layers need: tensor-parallel ranks whose own generators differ draw the same."""
+
+    def drawn() -> list[float]:
+        return [random.random(), *numpy.random.rand(3)]
+
+    def seed() -> None:
+        random.seed(dist.get_rank())
+        numpy.random.seed(dist.get_rank())
+
+    seed()
+    own = [*drawn(), *drawn()]
+    seed()
+    stream, found, passes = SharedStream(11), drawn(), []
+    for _ in range(2):
+        with stream.of_pass():
+            passes.append(torch.tensor(drawn()))
+    assert found + drawn() == own, "the user's numbers go on"
+    assert all(map(_all_equal, passes)) and not torch.equal(*passes)
 
 
 @distributed(2)
