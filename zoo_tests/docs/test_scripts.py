@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import linecache
+import multiprocessing
 import os
 import re
 import shlex
@@ -44,6 +45,12 @@ def run_here(source: str, name: str, directory: str) -> None:
     finally:
         os.chdir(before)
         _forget_job()
+
+
+def _run_alone(source: str, name: str, directory: str) -> None:
+    """Run a script as `python` does: its data loaders start workers by fork, not from the server of this process."""
+    multiprocessing.set_start_method("fork", force=True)
+    run_here(source, name, directory)
 
 
 def _variables() -> dict[str, str]:
@@ -87,7 +94,7 @@ def test_script_leaves_its_model(script: Script, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", BY_PYTHON, ids=lambda script: script.name)
 def test_script_runs_by_itself(script: Script, tmp_path: Path) -> None:
-    process = rank_context().Process(target=run_here, args=(script.source, script.name, str(tmp_path)))
+    process = rank_context().Process(target=_run_alone, args=(script.source, script.name, str(tmp_path)))
     process.start()
     process.join(_TIMEOUT_S)
     assert process.exitcode == 0, "see the traceback in what the test printed"
