@@ -23,9 +23,9 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig, is_plan
 from plugins.hybrid_parallel.data.checks import check_batch_size
 from plugins.hybrid_parallel.data.loading import Loading
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
-from plugins.hybrid_parallel.distributed.agreement import naming_ranks
+from plugins.hybrid_parallel.distributed.agreement import check_options, naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh, in_blocks, ranks_of
-from plugins.hybrid_parallel.features.diagnostics import check_options
+from plugins.hybrid_parallel.features.diagnostics import synchrony_of
 from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
 from plugins.hybrid_parallel.guards import check_boosted, check_boosted_optimizer, check_criterion, refuse_backward
 from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
@@ -257,7 +257,8 @@ class HybridParallelPlugin(Plugin):
             self._loading.first_batches.compare(as_batch(batch))
         with naming_ranks():
             if optimizer is not None:
-                model.synchrony.run_if_due(model.optimizers)
+                for prepare in model.before_steps:
+                    prepare()
             return run_batch(model, batch, criterion, optimizer is not None, return_loss, return_outputs)
 
     def _adapt(
@@ -279,7 +280,7 @@ class HybridParallelPlugin(Plugin):
     def check_synchrony(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Compare the state that ranks must share; without `optimizer`, for all optimizers of the model."""
         check_boosted({"model": model, "optimizer": optimizer})
-        model.synchrony.run(model.optimizers if optimizer is None else [optimizer])
+        synchrony_of(model).run(model.optimizers if optimizer is None else [optimizer])
 
     def verify(self, model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], **options: Any) -> Any:
         """Run `booster.verify` with the options of this plugin."""

@@ -430,7 +430,8 @@ _FLASH = (FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_ATTENTION_2, FLASH_VARLEN)
 BACKENDS: tuple[AttentionBackend, ...] = (*_FLASH, XFORMERS, SDPA_FAST)
 NAMES = tuple(backend.name for backend in BACKENDS)
 _BY_NAME = {backend.name: backend for backend in BACKENDS}
-_BY_ENTRY = {backend.entry or backend.name: backend for backend in BACKENDS}
+# By the name in the attention registry, in which kernels of transformers alone have names too.
+BACKEND_OF_ENTRY = {backend.entry or backend.name: backend for backend in BACKENDS}
 
 
 @dataclass(frozen=True)
@@ -439,11 +440,6 @@ class Choice:
 
     implementation: str | None  # name in the attention registry; None to keep the model's own
     reason: str = ""  # why no faster backend was chosen, for the log; empty if there is no reason to log
-
-
-def backend_of(entry: str) -> AttentionBackend | None:
-    """Return the backend with a name in the attention registry; None if it is a kernel of transformers alone."""
-    return _BY_ENTRY.get(entry)
 
 
 def is_installed(name: str) -> bool:
@@ -519,7 +515,7 @@ def keeps_scores(implementation: str, query: Tensor, attention_mask: Tensor | No
     if implementation in ("sdpa", SDPA_FAST.entry):
         return bool(slow_inputs(query, attention_mask, **kwargs))
     return (
-        backend_of(implementation) is None
+        implementation not in BACKEND_OF_ENTRY
         and not implementation.startswith(("context_", "flex"))
         and ("flash" not in implementation)
     )

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.attention.backend import (
+    BACKEND_OF_ENTRY,
     FLASH_2,
     FLASH_3,
     SDPA,
     AttentionNeeds,
-    backend_of,
     capability_of,
     choose_backend,
     keeps_scores,
@@ -230,7 +230,7 @@ def masks_of(implementation: str) -> Callable[..., Any]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     entry = _entry_of(implementation)
-    backend = backend_of(entry)
+    backend = BACKEND_OF_ENTRY.get(entry)
     own = None if backend is None else backend.masks
     if callable(own):
         return own
@@ -295,7 +295,7 @@ def kernel_named(implementation: str, module: nn.Module) -> Any:
     entry = _entry_of(implementation)
     if entry == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
-    backend = backend_of(entry)
+    backend = BACKEND_OF_ENTRY.get(entry)
     if backend is not None and backend.kernel is not None:
         return backend.kernel
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

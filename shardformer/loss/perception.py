@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm, zero_of
+from shardformer.loss.terms import IGNORE_INDEX, Batch, HeadLoss, LossTerm, divisor_of_masks, zero_of
 from shardformer.loss.text import not_ignored, token_sum
 from shardformer.utils.source import uses
 
@@ -89,41 +89,6 @@ def _classes(outputs: Any) -> Tensor:
     return sum(value for name, value in outputs.loss_dict.items() if name.startswith(_CLASSES))
 
 
-class KeptLosses(list[dict[str, Tensor]]):
-    """Losses of a criterion in the last forward, one dict for each call; copies and pickles of it are empty."""
-
-    def __reduce__(self) -> tuple:
-        return KeptLosses, ()
-
-
-def keep_losses_of_masks(model: nn.Module) -> None:
-    """Have a model that classifies masks count those of its own batch, and keep its losses for `classified_masks`.
-
-    transformers sums the masks of all ranks of the job, of which one without samples computes no loss.
-    """
-    criterion = getattr(model, "criterion", None)
-    if hasattr(criterion, "get_num_masks"):
-        criterion.get_num_masks, criterion.kept_losses = _own_masks, KeptLosses()
-        model.register_forward_pre_hook(_forget_losses)
-        criterion.register_forward_hook(_keep_losses)
-
-
-def _own_masks(class_labels: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.tensor(_divisor_of_masks(class_labels), device=device)
-
-
-def _divisor_of_masks(labels: Sequence[Tensor]) -> float:
-    return float(max(sum(map(len, labels)), 1))
-
-
-def _forget_losses(model: nn.Module, _: Any) -> None:
-    model.criterion.kept_losses.clear()
-
-
-def _keep_losses(criterion: nn.Module, _: Any, losses: dict[str, Tensor]) -> None:
-    criterion.kept_losses.append(losses)  # which the model then weighs in place
-
-
 def classified_masks(model: nn.Module) -> HeadLoss | None:
     """Return the loss of a model that classifies masks (MaskFormer); None if it also compares samples (OneFormer)."""
     config, criterion = model.config, getattr(model, "criterion", None)
@@ -145,7 +110,7 @@ def classified_masks(model: nn.Module) -> HeadLoss | None:
     def by_mask(outputs: Any, labels: Sequence[Tensor]) -> Tensor:
         rest = outputs.loss - of_classes()
         criterion.kept_losses.clear()  # which hold the graph
-        return rest * _divisor_of_masks(labels)
+        return rest * divisor_of_masks(labels)
 
     return HeadLoss(
         LossTerm("class_labels", lambda labels, _: torch.tensor(weights(labels)), by_query, is_input=True),

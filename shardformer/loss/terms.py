@@ -6,8 +6,8 @@ depend on the labels only, are known before the forward pass, and are added up o
 ranks. The sums read sharded vocabulary-parallel logits directly. Definitions follow transformers' `loss/loss_utils.py`
 and, for BERT's older heads, their `forward`.
 
-Some losses of transformers sum the numbers of boxes over all ranks of the job, of which only those with the last
-pipeline stage compute a loss: the others would never join. They are made to count those of their own batch.
+Some losses of transformers sum the numbers of boxes or masks over all ranks of the job, of which only those with the
+last pipeline stage compute a loss: the others would never join. They are made to count those of their own batch.
 
 The load-balancing loss of routers is a product of means over all layers and tokens of a batch (Switch Transformer,
 arXiv 2101.03961, section 2.2). The losses of parts do not add up; the sums that its means divide do (`RouterSums`).
@@ -194,10 +194,15 @@ def router_loss_of(model: nn.Module) -> RouterLoss | None:
     return None if factor is None else RouterLoss(model, factor)
 
 
+@cache
+def _names_scores(forward: Callable[..., Any]) -> bool:
+    return uses(forward, ASKED) or uses(forward, "aux_loss")
+
+
 def routers_are_asked(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Return whether the loss of a pass over `batch` includes a part that reads the scores of all routers."""
     forward = type(model).forward
-    if not uses(forward, ASKED) and not uses(forward, "aux_loss"):
+    if not _names_scores(forward):
         return False
     asked = batch.get(ASKED)
     if reads(forward, f"kwargs.get('{ASKED}', False)"):  # some of 5.17's forwards look into no configuration
@@ -387,11 +392,42 @@ class LossOfOneProcess:
         return _copied(self.function)(*args, **kwargs)
 
 
-def count_own_boxes(model: nn.Module) -> None:
-    """Replace the loss function of `model` if it sums numbers over all ranks of the job."""
-    function = getattr(model, "loss_function", None)
+class KeptLosses(list[dict[str, Tensor]]):
+    """Losses of a criterion in the last forward, one dict for each call; copies and pickles of it are empty."""
+
+    def __reduce__(self) -> tuple:
+        return KeptLosses, ()
+
+
+def count_own_targets(model: nn.Module) -> None:
+    """Have `model` count the boxes or masks of its own batch, where its loss sums those of all ranks of the job.
+
+    The losses of masks are kept for `perception.classified_masks`.
+    """
+    function, criterion = (getattr(model, name, None) for name in ("loss_function", "criterion"))
     if isinstance(function, FunctionType) and any(True for _ in _criteria(function)):
         model.loss_function = LossOfOneProcess(function)
+    if hasattr(criterion, "get_num_masks"):
+        criterion.get_num_masks, criterion.kept_losses = _own_masks, KeptLosses()
+        model.register_forward_pre_hook(_forget_losses)
+        criterion.register_forward_hook(_keep_losses)
+
+
+def _own_masks(class_labels: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.tensor(divisor_of_masks(class_labels), device=device)
+
+
+def divisor_of_masks(labels: Sequence[Tensor]) -> float:
+    """Return what MaskFormer divides by, for the classes of the masks of each image."""
+    return float(max(sum(map(len, labels)), 1))
+
+
+def _forget_losses(model: nn.Module, _: Any) -> None:
+    model.criterion.kept_losses.clear()
+
+
+def _keep_losses(criterion: nn.Module, _: Any, losses: dict[str, Tensor]) -> None:
+    criterion.kept_losses.append(losses)  # which the model then weighs in place
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 from shardformer.peft.kinds import (
     adapter_configs,
     behind_prompts,
+    check_adapters,
     kind_of,
     model_inside,
     prompt_config,
@@ -17,7 +18,6 @@ from shardformer.peft.kinds import (
     prompts_on_stages,
     virtual_tokens,
 )
-from shardformer.peft.layer_checks import check_adapters
 from shardformer.peft.shard import adapters_detached, keep_whole
 
 __all__ = [

@@ -31,14 +31,16 @@ from shardformer.matmul.quantised import QuantisedWeight
 from shardformer.peft.kinds import (
     IA3_LINEAR,
     LORA_LINEAR,
+    check_layers,
+    check_shape_of_cut,
     inner_module,
     is_a,
     is_exactly,
     name_of,
     put_inside,
+    refuse_merge,
     wrapped_layers,
 )
-from shardformer.peft.layer_checks import check_layers, check_shape_of_cut, refuse_merge
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_parameter, spec_of

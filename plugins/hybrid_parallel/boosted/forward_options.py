@@ -8,6 +8,7 @@ restart, and each micro-batch gets the borders of its own documents again where 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from booster.data.rows import is_empty, main_input_of, num_rows, rows_of
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.media import media_tokens
-from plugins.hybrid_parallel.data.microbatch import dtype_of_values, stand_in, without_rows
+from plugins.hybrid_parallel.data.microbatch import stand_in, without_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.attention import log_once
 from shardformer.attention.packed_documents import (
@@ -69,7 +70,7 @@ class ForwardOptions:
         )
         self.main_input = main_input_of(self.module) or main_input_of(self.inside)
         self.media_tokens = media_tokens(self.inside)
-        self.dtype = dtype_of_values(module)
+        self.dtype = _dtype_of_values(module)
         exchanges = any(getattr(each, "sequence_exchange", None) is not None for each in self.inside.modules())
         self._cuts_caches = mesh.size("cp") > 1 or exchanges
         self._generate_for_empty_shares()
@@ -440,3 +441,12 @@ def _positions(starts: list[int], rows: int, length: int) -> Tensor:
     firsts = torch.tensor(starts)
     lengths = firsts.diff(append=torch.tensor([rows * length]))
     return (torch.arange(rows * length) - firsts.repeat_interleave(lengths)).view(rows, length)
+
+
+def _dtype_of_values(module: nn.Module) -> torch.dtype:
+    """Return the floating-point dtype of most values of a module's parameters; fp32 if it has none."""
+    sizes: Counter[torch.dtype] = Counter()
+    for param in module.parameters():
+        if param.is_floating_point():
+            sizes[param.dtype] += param.numel()
+    return max(sizes, key=sizes.__getitem__, default=torch.float32)

@@ -13,7 +13,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,12 +32,10 @@ from plugins.hybrid_parallel.data.checks import FIRST_STEPS, check_batch
 from plugins.hybrid_parallel.data.microbatch import cast_inputs, has_floats, to_device
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
-from plugins.hybrid_parallel.features.diagnostics import SynchronyCheck
-from plugins.hybrid_parallel.features.nonfinite import StepTrace
 from plugins.hybrid_parallel.guards import GuardedModel, LocalState, WholeState, check_tied, refuse_backward
 from plugins.hybrid_parallel.loss.choice import LossChoice
 from plugins.hybrid_parallel.loss.step_loss import ScoresAsked, TokenLogProbs, next_tokens
-from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime
+from plugins.hybrid_parallel.pipeline.runtime import PipelineRuntime, StepTrace
 from plugins.hybrid_parallel.step.outputs import with_whole_logits, with_whole_sequences
 from plugins.hybrid_parallel.step.passes import AroundPass, Batch, Pass, PassKind, in_pass
 from plugins.hybrid_parallel.step.user_loop import UserLoop, run_one_stage
@@ -99,6 +97,7 @@ class HybridParallelModel(ModelApi):
         saved_elsewhere: parameters on this rank that another stage saves.
         batches_seen: number of training batches so far.
         checked_full_batch: whether a batch has filled the pipeline; from then on batches may be short.
+        before_steps: what features run before a step, or its passes that compute gradients; on all ranks.
         around_passes: what features hang around each pass; see `in_pass`.
         token_counts: returns the tokens of each expert in the last step; None if they are not counted.
     """
@@ -119,13 +118,13 @@ class HybridParallelModel(ModelApi):
         self.saved_elsewhere = frozenset(param for param, tie in tied.items() if not tie.counted)
         self.losses = LossChoice(module, mesh, units is not None, pipeline.contrastive == "global")
         self.head_loss = self.losses.head_loss
-        self.trace, self.synchrony = StepTrace(), SynchronyCheck(self)
+        self.trace = StepTrace()
+        self.before_steps: list[Callable[[], None]] = []
         self.gathers, self.batches_seen = ParameterGathers(), 0
         self.around_passes: list[AroundPass] = [] if self.stream is None else [self._draw_from_stream]
         self.checked_full_batch = self._layers_cast = False
         self.token_counts: Callable[[], dict[str, Tensor]] | None = None
         self.options = ForwardOptions(module, mesh)
-        self.user_loop = UserLoop(self)
         write_whole(self)
         self.take_whole_states()
         generate_by(self.options.inside, lambda *args, **kwargs: self.generate(*args, **kwargs))
@@ -141,6 +140,11 @@ class HybridParallelModel(ModelApi):
         refuse_backward(made)
         made.files.io, made.training = self.files.io, self.training  # the flags of inner modules are copied already
         return made
+
+    @cached_property
+    def user_loop(self) -> UserLoop:
+        """Calls of this model by the user's own loop."""
+        return UserLoop(self)
 
     @property
     def reducers(self) -> list[GradientReducer]:

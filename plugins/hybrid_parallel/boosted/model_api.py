@@ -27,7 +27,7 @@ from plugins.hybrid_parallel.guards import GuardedModel, refuse_traced_call
 from plugins.hybrid_parallel.zero.reducer import hooked_names
 from shardformer.lazy import empty_copy
 from shardformer.matmul.quantised import is_quantised
-from shardformer.peft.layer_checks import FileNames, file_names
+from shardformer.peft.kinds import FileNames, file_names
 from shardformer.shard_spec import spec_of
 from shardformer.stages.placeholders import StagePlaceholder
 from shardformer.utils.module_paths import tied_names

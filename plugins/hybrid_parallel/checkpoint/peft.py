@@ -29,8 +29,15 @@ from shardformer.distributed.process_groups import all_gather_json
 from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
 from shardformer.matmul.quantised import is_quantised
 from shardformer.peft import adapter_configs, kind_of, model_inside
-from shardformer.peft.kinds import is_a, is_adapter_part, is_exactly, name_of, wrapped_layers
-from shardformer.peft.layer_checks import LAYER_KINDS, adapter_tensors
+from shardformer.peft.kinds import (
+    LAYER_KINDS,
+    adapter_tensors,
+    is_a,
+    is_adapter_part,
+    is_exactly,
+    name_of,
+    wrapped_layers,
+)
 from shardformer.shard_spec import spec_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

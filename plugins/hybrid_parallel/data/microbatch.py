@@ -11,7 +11,6 @@ nothing is cast ahead of the model: a layer in 16 bits casts an input whose dtyp
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, is_dataclass
@@ -363,15 +362,6 @@ _ACTIVATIONS = (
     *("inputs_embeds", "decoder_inputs_embeds", "encoder_hidden_states"),
     *("attention_mask", "decoder_attention_mask", "encoder_attention_mask", "cross_attention_mask"),
 )
-
-
-def dtype_of_values(module: nn.Module) -> torch.dtype:
-    """Return the floating-point dtype of most values of a module's parameters; fp32 if it has none."""
-    sizes: Counter[torch.dtype] = Counter()
-    for param in module.parameters():
-        if param.is_floating_point():
-            sizes[param.dtype] += param.numel()
-    return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
 
 def has_floats(value: Any) -> bool:

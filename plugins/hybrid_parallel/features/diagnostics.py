@@ -6,28 +6,26 @@ ranks that share the tensor exchange it to measure the difference.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from booster.errors import ConfigurationError, SynchronyError
-from plugins.hybrid_parallel.distributed.agreement import checksum, checksum_of, raise_on_all_ranks
+from booster.errors import SynchronyError
+from plugins.hybrid_parallel.distributed.agreement import checksum, raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import replicate_axis
 from plugins.hybrid_parallel.features.feature import Feature
 from plugins.hybrid_parallel.features.nonfinite import ModuleWatch
 from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
 from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
-from shardformer import TPInfo
 from shardformer.distributed.process_groups import all_gather_json, world_group
 from shardformer.shard_spec import EXPERTS, TENSOR, spec_of
+from shardformer.utils.module_paths import remembered
 
 if TYPE_CHECKING:
     from plugins.hybrid_parallel.boosted.model import HybridParallelModel
@@ -134,6 +132,11 @@ class SynchronyCheck:
             yield _Scope("tied", tie.group, [_Shared(_PARAMETERS, f"the tied weight {common}", param.data)])
 
 
+def synchrony_of(model: HybridParallelModel) -> SynchronyCheck:
+    """Return the comparison of a model, which remembers the last step after which nothing differed."""
+    return remembered(model, SynchronyCheck)
+
+
 def _options(optimizers: Sequence[HybridParallelOptimizer]) -> Iterator[_Shared]:
     """Yield the numbers in the parameter groups, the loss scale and the step count."""
     for index, optimizer in enumerate(optimizers):
@@ -204,35 +207,6 @@ def _size_of_difference(scopes: Sequence[_Scope], name: str, words: str, ranks: 
     return f"largest difference {largest:.3g}" if dist.get_rank() == ranks[1] else None
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Compare the keywords of `HybridParallelPlugin` of all ranks; raises on all with the difference."""
-    if dist.get_world_size() == 1:
-        return
-    options = {name: _plain(value) for name, value in options.items()}
-    number = checksum_of(options)
-    extremes = torch.tensor([number, -number])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=world_group())
-    if extremes[0] == -extremes[1]:
-        return
-    everyone = all_gather_json(options)
-    for rank, other in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if other[name] != value:
-                raise ConfigurationError(
-                    f"{name} differs between ranks 0 and {rank} ({value} and {other[name]}); "
-                    f"use {name}={value} on all ranks"
-                )
-
-
-def _plain(value: object) -> str:
-    """Return the comparable part of an option's value as text: for a policy, its class."""
-    if isinstance(value, Mapping):
-        return json.dumps(value, sort_keys=True, default=repr)
-    if value is None or isinstance(value, str | int | float | list | tuple | Path | TPInfo):
-        return repr(value)
-    return (value if isinstance(value, type) else type(value)).__qualname__
-
-
 class Debug(Feature):
     """Checks every module for nan and inf, and compares what ranks must share."""
 
@@ -240,12 +214,14 @@ class Debug(Feature):
         """Watch the modules, before an optimizer's hooks take the gradients away; compare ranks from now on."""
         watch = model.trace.watch = ModuleWatch(model.unwrap())
         model.runtime.register_microbatch_hook(watch.begin_microbatch)
-        model.synchrony.interval = self.config.debugging.synchrony_interval
+        synchrony = synchrony_of(model)
+        synchrony.interval = self.config.debugging.synchrony_interval
+        model.before_steps.append(lambda: synchrony.run_if_due(model.optimizers))
 
     def after_step(self, optimizer: HybridParallelOptimizer, model: HybridParallelModel) -> None:
         """Compare the ranks."""
         if not optimizer.step_was_skipped:
-            model.synchrony.run_if_due([optimizer])
+            synchrony_of(model).run_if_due([optimizer])
 
 
 class RecordedSchedule(Feature):

@@ -6,10 +6,10 @@ sorted in causal order, so that all ranks report the same. In debug mode, `Modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from plugins.hybrid_parallel.zero.optimizer import HybridParallelOptimizer
 from shardformer.distributed.process_groups import all_gather_json
 from shardformer.stages.placeholders import StagePlaceholder
 from shardformer.utils.untraced import in_backward
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.pipeline.runtime import StepTrace
 
 
 @dataclass
@@ -255,52 +258,6 @@ def is_bad(tensor: Tensor) -> bool:
     """Return whether a floating-point tensor has nan or inf."""
     # Detached: otherwise recomputation would count a tensor that autograd saves for this check.
     return not bool(torch.isfinite(tensor.detach()).all())
-
-
-Microbatches = Sequence[Mapping[str, Any]]
-
-
-class StepTrace:
-    """Inputs and losses of the passes since the last step of an optimizer.
-
-    Attributes:
-        causes: yields a sentence for each part of the model that makes a step not finite on purpose.
-        losses: for each pass, (micro-batch, share of the loss) pairs in the order of its backward passes.
-        watch: observer of single modules, in debug mode.
-    """
-
-    def __init__(self) -> None:
-        self.causes: Callable[[], Iterable[str]] = tuple
-        self.microbatches: Microbatches = ()
-        self.losses: list[list[tuple[int, Tensor]]] = []
-        self.watch: ModuleWatch | None = None
-        self._is_over = False
-
-    def begin(self, microbatches: Microbatches, losses: list[tuple[int, Tensor]]) -> None:
-        """Begin a pass; `losses` is filled while it runs."""
-        if self._is_over:
-            self.losses, self._is_over = [], False
-            if self.watch is not None:
-                self.watch.forget()
-        self.microbatches = microbatches
-        self.losses.append(losses)
-        if self.watch is not None:
-            self.watch.begin_pass(len(self.losses) - 1)
-
-    def add_loss(self, loss: Tensor) -> None:
-        """Add the loss of an ordinary loop, in which a pass has one micro-batch."""
-        if not self.losses or self._is_over:
-            self.begin((), [])
-        self.losses[-1].append((0, loss))
-
-    def end_step(self) -> None:
-        """Record that an optimizer takes its step; the data stays readable until the next pass begins."""
-        self._is_over = True
-
-    def accept(self) -> None:
-        """Record that the step's gradients are finite."""
-        if self.watch is not None:
-            self.watch.accept()
 
 
 def first_findings(optimizer: HybridParallelOptimizer, trace: StepTrace, mesh: HybridMesh) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from shardformer.stages.placeholders import StageMessage
 from shardformer.stages.stage import run_stage
 
 if TYPE_CHECKING:
+    from plugins.hybrid_parallel.features.nonfinite import ModuleWatch
     from plugins.hybrid_parallel.loss.step_loss import RouterBalance
     from plugins.hybrid_parallel.pipeline.timeline import ScheduleRecorder
     from plugins.hybrid_parallel.step.outputs import OutputGradients
@@ -125,6 +126,49 @@ class PipelineRuntime:
         """Release the tensors whose sends are complete, without waiting for the others."""
         for channel in self._outgoing:
             channel.release()
+
+
+class StepTrace:
+    """Inputs and losses of the passes since the last step of an optimizer.
+
+    Attributes:
+        causes: yields a sentence for each part of the model that makes a step not finite on purpose.
+        losses: for each pass, (micro-batch, share of the loss) pairs in the order of its backward passes.
+        watch: observer of single modules, in debug mode.
+    """
+
+    def __init__(self) -> None:
+        self.causes: Callable[[], Iterable[str]] = tuple
+        self.microbatches: Sequence[Mapping[str, Any]] = ()
+        self.losses: list[list[tuple[int, Tensor]]] = []
+        self.watch: ModuleWatch | None = None
+        self._is_over = False
+
+    def begin(self, microbatches: Sequence[Mapping[str, Any]], losses: list[tuple[int, Tensor]]) -> None:
+        """Begin a pass; `losses` is filled while it runs."""
+        if self._is_over:
+            self.losses, self._is_over = [], False
+            if self.watch is not None:
+                self.watch.forget()
+        self.microbatches = microbatches
+        self.losses.append(losses)
+        if self.watch is not None:
+            self.watch.begin_pass(len(self.losses) - 1)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of an ordinary loop, in which a pass has one micro-batch."""
+        if not self.losses or self._is_over:
+            self.begin((), [])
+        self.losses[-1].append((0, loss))
+
+    def end_step(self) -> None:
+        """Record that an optimizer takes its step; the data stays readable until the next pass begins."""
+        self._is_over = True
+
+    def accept(self) -> None:
+        """Record that the step's gradients are finite."""
+        if self.watch is not None:
+            self.watch.accept()
 
 
 class PassState:

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Kind(Enum):
@@ -46,7 +47,7 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
-    @property
+    @cached_property  # a schedule is made once, and each pass reads it
     def title(self) -> str:
         """What traces call it, such as "forward 3, stage 1"."""
         return f"{self.kind.title} {self.microbatch}, stage {self.stage}"

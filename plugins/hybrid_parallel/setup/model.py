@@ -24,8 +24,7 @@ from shardformer.attention.backend import AMPERE, capability_of
 from shardformer.distributed.blocks import blocks_of
 from shardformer.distributed.random import SharedStream
 from shardformer.layers.parallel_module import defer_partial_sums
-from shardformer.loss.perception import keep_losses_of_masks
-from shardformer.loss.terms import count_own_boxes
+from shardformer.loss.terms import count_own_targets
 from shardformer.peft import model_inside
 from shardformer.policies.user_policy import TPInfoPolicy
 from shardformer.shardformer import as_policy
@@ -71,8 +70,7 @@ def build_model(
     origin = WholeModel.of(model)
     for feature in features:
         feature.prepare(model)
-    count_own_boxes(model_inside(model))
-    keep_losses_of_masks(model_inside(model))
+    count_own_targets(model_inside(model))
     shared = shard_model(model, config, mesh)
     held = fill(model, reader, config, mesh, trains)
     model.to(mesh.device)

@@ -480,7 +480,8 @@ class LossBackward:
         with ExitStack() as stack:
             stack.enter_context(naming_ranks())
             for model in trained:
-                model.synchrony.run_if_due(model.optimizers)
+                for prepare in model.before_steps:
+                    prepare()
             for each in optimizer.peers:
                 stack.enter_context(each.accepting_gradients())
             for each in others:

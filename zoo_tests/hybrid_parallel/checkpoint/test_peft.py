@@ -1,6 +1,6 @@
 """Adapters in directories of the peft package's format: the same files that peft writes of the unsharded model.
 
-What breaks here first: a name in the file. Look in `shardformer/peft/layer_checks.py`.
+What breaks here first: a name in the file. Look in `shardformer/peft/kinds.py`.
 """
 
 from __future__ import annotations

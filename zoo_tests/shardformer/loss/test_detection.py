@@ -17,8 +17,7 @@ from torch import nn
 
 from plugins.hybrid_parallel.loss.choice import own_loss_reason
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
-from shardformer.loss.perception import keep_losses_of_masks
-from shardformer.loss.terms import count_own_boxes
+from shardformer.loss.terms import count_own_targets
 from shardformer.policies.registry import head_loss_of
 
 ROWS = (1, 2, 3)  # of the parts
@@ -102,7 +101,7 @@ def test_masks_of_parts_add_up_to_the_whole(kind: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch, "rand", same_points)
     model = getattr(transformers, f"{kind}Segmentation")(_config_of_masks(kind))
-    keep_losses_of_masks(model)
+    count_own_targets(model)
     counts = [2, 1, 3, 0, 7, 2]  # of 6 queries
     batch = {
         "pixel_values": torch.randn(6, 3, 64, 64),
@@ -133,7 +132,7 @@ def test_no_loss_waits_for_other_ranks(family: str, name: str, monkeypatch: pyte
     monkeypatch.setattr("accelerate.PartialState._shared_state", {"num_processes": 2})
     with pytest.raises(TimeoutError):
         model(**batch)
-    count_own_boxes(model)
+    count_own_targets(model)
     assert own_loss_reason(model, known, batch) is None
     torch.testing.assert_close(model(**batch).loss, expected)
     assert pickle.loads(pickle.dumps(model.loss_function)).function is plain
