@@ -42,7 +42,7 @@ def _round_on_gpus() -> Callable[[Tensor, bool], tuple[Tensor, Tensor, Tensor]] 
     return importlib.import_module("shardformer.matmul.float8_cast").operator()
 
 
-class _Rounded:
+class Rounded:
     """A matrix rounded to FP8, with one scale.
 
     Attributes:
@@ -60,24 +60,28 @@ class _Rounded:
             self.values, self._columns, self.scale = round_both(x.detach(), is_gradient)
             return
         dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
-        largest = torch.finfo(dtype).max
         # One pass, and no temporary for absolute values. fp32, because 16-bit quotients would be rounded twice.
-        peak = torch.linalg.vector_norm(x.detach(), torch.inf, dtype=torch.float32)
-        # Clamp, because a matrix of zeros has no largest value to scale by.
-        self.scale = (peak / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        self.scale = scale_of(torch.linalg.vector_norm(x.detach(), torch.inf, dtype=torch.float32), dtype)
         self.values = (x / self.scale.view(1, 1)).to(dtype)  # a scale with dims makes a quotient in fp32, in one pass
 
-    def transposed(self) -> _Rounded:
+    @staticmethod
+    def of(values: Tensor, scale: Tensor) -> Rounded:
+        """Return a matrix that is rounded already, [rows, columns] and 0-d."""
+        result = object.__new__(Rounded)
+        result.values, result.scale, result._columns = values, scale, None
+        return result
+
+    def transposed(self) -> Rounded:
         """Return the transpose, in memory of its own."""
         columns = self.values.t().contiguous() if self._columns is None else self._columns
         return self._with(columns, self.values)
 
-    def _with(self, values: Tensor, columns: Tensor | None = None) -> _Rounded:
-        result = object.__new__(_Rounded)
-        result.scale, result.values, result._columns = self.scale, values, columns
+    def _with(self, values: Tensor, columns: Tensor | None = None) -> Rounded:
+        result = Rounded.of(values, self.scale)
+        result._columns = columns
         return result
 
-    def times(self, other: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
+    def times(self, other: Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
         """Compute self @ other^T, [rows, columns] and [others, columns] -> [rows, others]."""
         return torch._scaled_mm(
             self.values,
@@ -88,7 +92,7 @@ class _Rounded:
             use_fast_accum=is_forward and self.values.is_cuda,
         )
 
-    def padded(self, missing: int) -> _Rounded:
+    def padded(self, missing: int) -> Rounded:
         """Return the matrix with `missing` further rows of zeros."""
         if missing == 0:
             return self
@@ -96,7 +100,7 @@ class _Rounded:
         return self._with(F.pad(self.values.view(torch.uint8), (0, 0, 0, missing)).view(self.values.dtype))
 
 
-class _RoundedRows(_Rounded):
+class _RoundedRows(Rounded):
     """A matrix rounded to e4m3, with a scale for each row, [rows, 1]; on a CPU products are those of fp32 values."""
 
     def __init__(self, x: Tensor, is_gradient: bool = False) -> None:
@@ -104,17 +108,17 @@ class _RoundedRows(_Rounded):
         self._source, self._transposed = x.detach(), None
         dtype = torch.float8_e4m3fn
         peak = torch.linalg.vector_norm(self._source, torch.inf, 1, keepdim=True, dtype=torch.float32)
-        self.scale = (peak / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
+        self.scale = scale_of(peak, dtype)
         self.values = (self._source / self.scale).to(dtype, memory_format=torch.contiguous_format)
 
-    def transposed(self) -> _Rounded:
+    def transposed(self) -> Rounded:
         """Return the transpose, rounded along its own rows, once."""
         if self._transposed is None:
             self._transposed = type(self)(self._source.t())
             self._transposed._transposed = self
         return self._transposed
 
-    def times(self, other: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
+    def times(self, other: Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
         """Compute self @ other^T."""
         if self.values.is_cpu:
             return (self.values.float() @ other.values.float().t() * self.scale * other.scale.t()).to(dtype)
@@ -144,7 +148,7 @@ class _RoundedBlocks(_RoundedRows):
         quotient = blocks / (exponent << 23).view(torch.float32).unsqueeze(2)
         self.values = quotient.flatten(1).to(dtype, memory_format=torch.contiguous_format)
 
-    def times(self, other: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
+    def times(self, other: Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
         """Compute self @ other^T."""
         if self.values.is_cpu:
             return (self._whole() @ other._whole().t()).to(dtype)
@@ -154,6 +158,11 @@ class _RoundedBlocks(_RoundedRows):
 
     def _whole(self) -> Tensor:
         return (self.values.float().unflatten(1, (-1, _BLOCK)) * self.scale.float().unsqueeze(2)).flatten(1)
+
+
+def scale_of(peak: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale that maps a largest value, in fp32, to the end of the range; zeros have none to scale by."""
+    return (peak / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def swizzled(scale: Tensor) -> Tensor:
@@ -188,7 +197,7 @@ class Float8(Native):
         multiple: what sizes have to be multiples of.
     """
 
-    kind: type[_Rounded] = _Rounded
+    kind: type[Rounded] = Rounded
     is_native = False
     writes_gradients = False
     multiple = 16
@@ -196,37 +205,46 @@ class Float8(Native):
     def __init__(self) -> None:
         self.key = str(next(_NUMBERS))
         _KERNELS[self.key] = self
-        # Parameter -> its version, and its rounded values; None outside of `reusing_weights`.
-        self._weights: dict[nn.Parameter, tuple[int, _Rounded]] | None = None
+        self._reuses = False  # whether in `reusing_weights`
+        # Parameter -> its version, and its rounded values; None where these are not kept.
+        self._weights: dict[nn.Parameter, tuple[int, Rounded]] | None = None
         # Whether a gradient -> the last one, or the last activation, its version, and its rounded values.
-        self._latest: dict[bool, tuple[Tensor, int, _Rounded]] = {}
+        self._latest: dict[bool, tuple[Tensor, int, Rounded]] = {}
 
     @contextmanager
-    def reusing_weights(self) -> Iterator[None]:
+    def reusing_weights(self, keeps_weights: bool = True) -> Iterator[None]:
         """Round each parameter once in this context, in which nothing may write to the memory of parameters.
 
         The version of a parameter does not tell of all writes: its memory is part of a bucket, which is written as a
         whole. The rounded values take one byte per element until the context ends. The last activation and the last
         gradient are kept, too: layers that read one input share its rounding, and a gradient has two products.
+
+        Args:
+            keeps_weights: whether rounded weights are kept; not where ranks gather weights before each use.
         """
-        outer, self._weights = self._weights, {} if self._weights is None else self._weights
+        outer = self._reuses, self._weights
+        self._reuses = True
+        if keeps_weights and self._weights is None:
+            self._weights = {}
         try:
             yield
         finally:
-            self._weights = outer
+            self._reuses, self._weights = outer
             self._latest.clear()
 
-    def _rounded(self, x: Tensor, is_gradient: bool = False) -> _Rounded:
+    def _rounded(self, x: Tensor, is_gradient: bool = False) -> Rounded:
         """Return rounded `x`, [rows, columns], an activation or a gradient."""
-        if self._weights is None or x.is_inference():
+        if not self._reuses or x.is_inference():
             return self.kind(x, is_gradient)
         known = self._latest.get(is_gradient)
         if known is None or not _is_same(x, *known[:2]):
             known = self._latest[is_gradient] = (x.detach(), x._version, self.kind(x, is_gradient))
         return known[2]
 
-    def _rounded_weight(self, weight: Tensor) -> _Rounded:
+    def _rounded_weight(self, weight: Tensor) -> Rounded:
         """Return rounded `weight`, [out, in]: a parameter, its transpose, or a tensor that was made for one product."""
+        if (rounded := getattr(weight, "rounded", None)) is not None:
+            return rounded
         parameter = weight._base if weight._is_view() else weight
         is_transposed = parameter is not weight
         if self._weights is None or not isinstance(parameter, nn.Parameter) or not _is_whole(weight, parameter):
@@ -237,6 +255,10 @@ class Float8(Native):
             self._weights[parameter] = parameter._version, known
         return known.transposed() if is_transposed else known
 
+    def saved(self, weight: Tensor) -> Tensor | None:
+        """Return what a node saves of a weight: None of one that ranks gather rounded, as `weight.rounded`."""
+        return None if hasattr(weight, "rounded") else weight
+
     def traced(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply in a graph, by one operator."""
         return torch.ops.booster.fp8_linear(x, weight, bias, self.key)
@@ -244,6 +266,8 @@ class Float8(Native):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply in FP8: [..., in] -> [..., out]."""
         flat = x.reshape(-1, x.shape[-1])
+        if not len(flat):  # reads no weight, which this rank may have to gather
+            return x.new_empty(*x.shape[:-1], weight.shape[0])
         if not self._fits(flat, *weight.shape):
             return super().forward(x, weight, bias)
         out = self._rounded(flat).times(self._rounded_weight(weight), x.dtype, is_forward=True)
@@ -252,6 +276,8 @@ class Float8(Native):
 
     def grad_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Compute the input gradient in FP8, [tokens, in]."""
+        if not len(grad):
+            return grad.new_empty(0, weight.shape[1])
         if not self._fits(grad, *weight.shape):
             return super().grad_input(grad, weight)
         rounded = self._rounded(grad, is_gradient=True)
@@ -269,7 +295,7 @@ class Float8(Native):
         first, second = reversed(factors) if transposed else factors
         return first.times(second, grad.dtype)
 
-    def _rounded_columns(self, x: Tensor, is_gradient: bool = False) -> _Rounded:
+    def _rounded_columns(self, x: Tensor, is_gradient: bool = False) -> Rounded:
         """Return rounded `x`, [tokens, features], as [features, tokens], with tokens padded: products sum over them."""
         return self._rounded(x, is_gradient).padded(-len(x) % self.multiple).transposed()
 
@@ -292,7 +318,7 @@ class Mx(Float8):
     kind = _RoundedBlocks
     multiple = _BLOCK
 
-    def _rounded_columns(self, x: Tensor, is_gradient: bool = False) -> _Rounded:
+    def _rounded_columns(self, x: Tensor, is_gradient: bool = False) -> Rounded:
         return self.kind(F.pad(x, (0, 0, 0, -len(x) % _BLOCK)).t())
 
 

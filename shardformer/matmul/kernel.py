@@ -73,6 +73,10 @@ class Products:
     is_native = True
     writes_gradients = True
 
+    def saved(self, weight: Tensor) -> Tensor | None:
+        """Return what a node saves of a weight, beside its parameter; None if products read another form of it."""
+        return weight
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute [..., in] -> [..., out]."""
         out = F.linear(x, weight, bias)
@@ -264,7 +268,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, backend: Products, store: WeightGradStore | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, backend.saved(weight))
         ctx.weight = weight  # a saved tensor does not record whose transpose it is
         ctx.backend, ctx.store = backend, store
         return backend.forward(x, weight, bias)

@@ -124,7 +124,7 @@ class GatheredLinear(torch.autograd.Function):
                 out[rows] = ctx.backend.forward(gathered[rows], weight, bias)
             outputs.append(without_base(out.movedim(0, 1)[:, : pending.length].contiguous()))
         ctx.pending_region, ctx.length, ctx.count = pending.region, pending.length, count
-        ctx.save_for_backward(gathered, *weights)
+        ctx.save_for_backward(gathered, *map(ctx.backend.saved, weights))
         ctx.weights = weights  # saved tensors do not record whose transposes they are
         return tuple(outputs)
 
@@ -132,7 +132,8 @@ class GatheredLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Sum the input gradients of all layers, and start their reduction before the weight gradients are computed."""
-        gathered, *weights = ctx.saved_tensors
+        gathered, *saved = ctx.saved_tensors
+        weights = saved if ctx.backend.is_native else ctx.weights  # see `_Linear`
         region, needs = ctx.pending_region, ctx.needs_input_grad
         grad_x, work = None, None
         if needs[0]:
@@ -161,9 +162,9 @@ class ColumnLinear(torch.autograd.Function):
         """Compute the outputs of all layers, each [batch, seq, out]."""
         weights, biases = tensors[:count], tensors[count:]
         ctx.group, ctx.count = group, count
-        ctx.save_for_backward(x, *weights)
-        ctx.weights = weights
         ctx.backend, ctx.store = layer.kernel, layer.weight_grad_store
+        ctx.save_for_backward(x, *map(ctx.backend.saved, weights))
+        ctx.weights = weights
         outputs = []
         for weight, bias in zip(weights, biases, strict=True):
             outputs.append(layer.kernel.forward(x, weight, bias))
@@ -173,7 +174,8 @@ class ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Sum the input gradients of all layers, and start their reduction before the weight gradients are computed."""
-        x, *weights = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        weights = saved if ctx.backend.is_native else ctx.weights  # see `_Linear`
         flat = [matrix(grad) for grad in grads]  # [tokens, local out]
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
@@ -198,9 +200,9 @@ class RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dim: int | None, group: ProcessGroup, layer: Any) -> Tensor:
         """Compute [..., local in] -> [..., out]; `dim` is the one that ranks have a part of, or None."""
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.dim, ctx.group = weight, dim, group
         ctx.backend, ctx.store = layer.kernel, layer.weight_grad_store
+        ctx.save_for_backward(x, ctx.backend.saved(weight))
+        ctx.weight, ctx.dim, ctx.group = weight, dim, group
 
         def product() -> Tensor:
             out = ctx.backend.forward(x, weight)

@@ -99,6 +99,7 @@ class HybridParallelModel(ModelApi):
         checked_full_batch: whether a batch has filled the pipeline; from then on batches may be short.
         before_steps: what features run before a step, or its passes that compute gradients; on all ranks.
         around_passes: what features hang around each pass; see `in_pass`.
+        around_losses: what they hang around the backward pass of a loss that a script computes.
         token_counts: returns the tokens of each expert in the last step; None if they are not counted.
     """
 
@@ -122,6 +123,7 @@ class HybridParallelModel(ModelApi):
         self.before_steps: list[Callable[[], None]] = []
         self.gathers, self.batches_seen = ParameterGathers(), 0
         self.around_passes: list[AroundPass] = [] if self.stream is None else [self._draw_from_stream]
+        self.around_losses: list[AroundPass] = []
         self.checked_full_batch = self._layers_cast = False
         self.token_counts: Callable[[], dict[str, Tensor]] | None = None
         self.options = ForwardOptions(module, mesh)

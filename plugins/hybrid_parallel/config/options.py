@@ -305,11 +305,6 @@ class HybridParallelConfig:
                 f"fp8_recipe={self.mixed_precision.fp8_recipe!r} needs precision='fp8'; use it, or "
                 "fp8_recipe='tensorwise'"
             )
-        if self.zero.zero_stage == 3 and self.mixed_precision.precision == "fp8":
-            problems.append(
-                "precision='fp8' rounds all weights once a step, of which zero_stage=3 keeps a part; use zero_stage=2, "
-                "or precision='bf16'"
-            )
         if self.offload.offload_activations and self.kernels.gradient_checkpointing == "operators":
             problems.append(
                 f"offload_activations={str(self.offload.offload_activations)!r} does not see what "

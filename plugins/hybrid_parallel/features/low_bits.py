@@ -8,16 +8,21 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
+from plugins.hybrid_parallel.step.passes import PassKind
+from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
+from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle
+from plugins.hybrid_parallel.zero.stage3 import ParameterGathers, ShardedParameters
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers.embedding import VocabParallelLMHead
-from shardformer.layers.parallel_module import replicated_linear
-from shardformer.matmul.float8 import FP8_RECIPES, Float8
+from shardformer.layers.parallel_module import Linear, replicated_linear
+from shardformer.matmul.float8 import FP8_RECIPES, Float8, Rounded, scale_of
 from shardformer.matmul.native import Native
 from shardformer.matmul.quantised import is_quantised, keep_format, kind_of_layer, quantised_layers, quantised_name
 from shardformer.peft import adapter_configs, model_inside
@@ -71,12 +76,113 @@ def _gains(layer: nn.Module) -> bool:
 
 
 @contextmanager
-def weights_rounded_once(model: nn.Module) -> Iterator[None]:
+def weights_rounded_once(model: nn.Module, keeps_weights: bool = True) -> Iterator[None]:
     """Let layers that multiply in FP8 round their weights once in this context, in which weights must not change."""
     with ExitStack() as stack:
         for kernel in remembered(model, _fp8_kernels):
-            stack.enter_context(kernel.reusing_weights())
+            stack.enter_context(kernel.reusing_weights(keeps_weights))
         yield
+
+
+class RoundedParameters(ShardedParameters):
+    """Weights that ranks round before they gather them: one byte a value; what reads other bits gathers all.
+
+    The scale of a weight is that of the whole, so that values are those that a rank with the whole would round.
+    torchao's all-gather in float8 does the same for FSDP2.
+    """
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], offsets: Sequence[int], size: int, options: BucketOptions
+    ) -> None:
+        super().__init__(params, offsets, size, options)
+        device = self.flat.device
+        self.is_rounded = False  # whether `rounded_shard` has the values of `shard`
+        self.rounded_shard = self.exchange.empty_shard(len(self.shard), torch.uint8, device)  # bytes of e4m3
+        self._rounded = torch.empty(size, dtype=torch.uint8, device=device)
+        self._scales: Sequence[Tensor] = ()  # one for each parameter, 0-d
+        self._arriving: AllGatherHandle | None = None
+        self._has_rounded = False
+        self._release_rounded()
+
+    @torch.no_grad()
+    def peaks(self) -> Tensor:
+        """Return the largest absolute value of this rank's part of each parameter, [parameters], in fp32."""
+        parts = [self.own_slice(param)[2] for param in self.params]
+        found = [part for part in parts if len(part)]
+        norms = iter(torch._foreach_norm(found, torch.inf, dtype=torch.float32) if found else ())
+        zero = torch.zeros((), device=self.shard.device)
+        # Not every backend's maximum is nan if a value is; of inf, as of nan, all products are nan.
+        return torch.stack([next(norms) if len(part) else zero for part in parts]).nan_to_num(nan=torch.inf)
+
+    @torch.no_grad()
+    def round(self, peaks: Tensor) -> None:
+        """Round this rank's part of each parameter, given the largest absolute values of the whole ones."""
+        self._release_rounded()
+        scales = scale_of(peaks, torch.float8_e4m3fn)
+        for param, scale in zip(self.params, scales.split(1), strict=True):
+            place = self.slice_on(self.rank, param).place
+            rounded = (self.shard[place] / scale).to(torch.float8_e4m3fn)
+            self.rounded_shard[place].copy_(rounded.view(torch.uint8))
+        self._scales = scales.unbind()
+
+    def start_use(self) -> None:
+        """Start to gather the rounded values."""
+        if not self.is_rounded:
+            super().start_use()
+        elif not (self.is_gathered or self._has_rounded or self._arriving is not None):
+            self.exchange.await_update()
+            self._rounded.untyped_storage().resize_(self._rounded.numel())
+            self._arriving = self.exchange.gather_shard(self.rounded_shard, self._rounded)
+
+    def use(self) -> None:
+        """Give the products the rounded values; the parameters have no others."""
+        if not self.is_rounded or self.is_gathered:
+            super().use()
+        elif not self._has_rounded:
+            self.start_use()
+            self._arriving.wait()
+            self._arriving, self._has_rounded = None, True
+            for param, scale in zip(self.params, self._scales, strict=True):
+                start = param.storage_offset()
+                values = self._rounded[start : start + param.numel()].view(torch.float8_e4m3fn)
+                param.rounded = Rounded.of(values.view(param.shape), scale)
+
+    def release(self) -> None:
+        """Give the memory of the whole back, rounded or not."""
+        self._release_rounded()
+        super().release()
+
+    def _release_rounded(self) -> None:
+        for param in self.params:
+            param.rounded = None
+        if self._arriving is not None:
+            self._arriving.wait()
+        self._arriving, self._has_rounded = None, False
+        self._rounded.untyped_storage().resize_(0)
+
+
+@contextmanager
+def _rounded_shards(gathers: ParameterGathers, is_backward: bool) -> Iterator[None]:
+    """Gather rounded weights in this context, of all passes until the backward pass, in which they are still the same.
+
+    The largest values of all weights are one message.
+    """
+    members = [each for each in gathers.members if isinstance(each, RoundedParameters) and not each.is_rounded]
+    if members and not is_backward:
+        with gathers.changing():
+            for exchange in dict.fromkeys(member.exchange for member in members):
+                own = [member for member in members if member.exchange is exchange]
+                peaks = torch.cat([member.peaks() for member in own])
+                dist.all_reduce(peaks, dist.ReduceOp.MAX, group=exchange.group)
+                for member, part in zip(own, peaks.split([len(each.params) for each in own]), strict=True):
+                    member.round(part)
+    for member in members:
+        member.is_rounded = True
+    try:
+        yield
+    finally:
+        for member in members:
+            member.is_rounded = False
 
 
 def _fp8_kernels(model: nn.Module) -> set[Float8]:
@@ -163,5 +269,21 @@ class Float8Products(Feature):
         multiply_in_fp8(parts.module, self.config.mixed_precision.fp8_recipe)
 
     def boosted(self, model: HybridParallelModel) -> None:
-        """Round weights once in each pass."""
-        model.around_passes.append(lambda this: weights_rounded_once(model.unwrap()))
+        """Round weights once in each pass, under ZeRO stage 3 before they are gathered where layers allow it."""
+        around = [lambda this: weights_rounded_once(model.unwrap(), not model.gathers)]
+        config = self.config
+        reads_bits = config.kernels.compile_layers or config.offload.offload_parameters is not None
+        if config.zero.zero_stage == 3 and not reads_bits:
+            for module in filter(_reads_rounded, model.unwrap().modules()):
+                module.weight.sharded_as = RoundedParameters
+            around.append(lambda this: _rounded_shards(model.gathers, this.kind is PassKind.BACKWARD))
+        model.around_passes += around
+        model.around_losses += around
+
+
+def _reads_rounded(module: nn.Module) -> bool:
+    """Return whether a layer reads its weight in FP8 alone, as [out, in]: not a `Conv1D`."""
+    is_linear = isinstance(module, ColumnParallelLinear | RowParallelLinear | Linear)
+    if not is_linear or type(module.kernel) is not Float8 or getattr(module, "transposed", False):
+        return False
+    return all(size % Float8.multiple == 0 for size in module.weight.shape)

@@ -490,6 +490,8 @@ class LossBackward:
             counts = stack.enter_context(counting(reducers, of_others, count))
             for model in models:
                 stack.enter_context(model.user_loop.losses.of(kind))
+                for around in model.around_losses:
+                    stack.enter_context(around(Pass(PassKind.BACKWARD)))
             if counts is None:
                 share = arithmetic.mean_over_replicas(loss, self.grid.size(DP_CP), optimizer.loss_scale.value)
             else:

@@ -33,7 +33,7 @@ from plugins.hybrid_parallel.zero.bucket_layout import (
     show_grad,
 )
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle, ReduceScatterHandle
-from plugins.hybrid_parallel.zero.stage3 import ShardedParameters
+from plugins.hybrid_parallel.zero.stage3 import kind_of
 
 _MOST_WAITING = 16 * 2**20  # elements
 
@@ -98,7 +98,7 @@ class Bucket:
         sources = [bucket_layout.take_source(param, initial) for param in params]
         self._flat = self.sharded = None
         if shards_parameters:
-            self.sharded = ShardedParameters(self.params, self.offsets, size, options)
+            self.sharded = kind_of(params[0])(self.params, self.offsets, size, options)
         else:
             self._flat = options.exchange.empty(size, dtype=dtype, device=device).zero_()
             bucket_layout.move_into(self._flat, self.params, self.offsets)

@@ -92,6 +92,14 @@ class ShardedParameters:
         self.is_gathered = True  # until the first release
         self.on_demand: Callable[[str], None] | None = None
 
+    def start_use(self) -> None:
+        """Start to gather what layers read."""
+        self.start()
+
+    def use(self) -> None:
+        """Wait until layers can read; other code may read the values then, or gathers them on demand."""
+        self.gather()
+
     def start(self) -> None:
         """Start to gather the values."""
         if self.is_gathered or self._handle is not None:
@@ -174,14 +182,14 @@ class ShardedParameters:
         if start < stop:
             values.copy_(source().reshape(-1)[start:stop])
 
-    @staticmethod
+    @classmethod
     def of_frozen(
-        params: Sequence[nn.Parameter], options: BucketOptions, initial: dict[nn.Parameter, Source]
+        cls, params: Sequence[nn.Parameter], options: BucketOptions, initial: dict[nn.Parameter, Source]
     ) -> ShardedParameters:
         """Shard parameters that are not trained; the sources that are used are removed from `initial`."""
         sources = [take_source(param, initial) for param in params]
         offsets, size = places_in_bucket([param.numel() for param in params], options.num_shards, False)
-        made = ShardedParameters(params, offsets, size, options)
+        made = cls(params, offsets, size, options)
         for param, source in zip(params, sources, strict=True):
             made.fill(param, source)
         made.page_out()
@@ -194,9 +202,14 @@ class ShardedParameters:
         self.gather()
 
 
+def kind_of(param: Tensor) -> type[ShardedParameters]:
+    """Return the class that shards and gathers a parameter, which a feature may have set as `sharded_as`."""
+    return getattr(param, "sharded_as", ShardedParameters)
+
+
 @dataclass(eq=False)
 class GatherUnit:
-    """Parameters that are gathered together."""
+    """Parameters that are gathered together, all of one kind."""
 
     number: int  # position in the model, the same on all replicas
     members: list[ShardedParameters] = field(default_factory=list)  # their memory
@@ -209,9 +222,9 @@ class GatherUnit:
         return GatherUnit(self.number)
 
     def start(self) -> None:
-        """Start to gather the values."""
+        """Start to gather what layers read."""
         for member in self.members:
-            member.start()
+            member.start_use()
 
     def read_ahead(self) -> None:
         """Start to bring this rank's shards near, if they are offloaded."""
@@ -219,10 +232,10 @@ class GatherUnit:
             member.read_ahead()
 
     def gather(self) -> None:
-        """Gather the values."""
+        """Gather what layers read."""
         self.start()
         for member in self.members:
-            member.gather()
+            member.use()
 
     def release(self) -> None:
         """Give the memory of the values back."""
@@ -241,7 +254,7 @@ class GatherUnits:
     def __init__(self) -> None:
         self.of_parameter: dict[Tensor, GatherUnit] = {}
         self.of_module: dict[nn.Module, dict[GatherUnit, None]] = {}
-        self._of_owner: dict[nn.Module, GatherUnit] = {}
+        self._of_owner: dict[tuple[nn.Module, type[ShardedParameters]], GatherUnit] = {}
         self._packed: dict[Tensor, tuple[nn.Module, QuantisedWeight]] = {}
 
     def add(self, model: nn.Module) -> None:
@@ -259,7 +272,7 @@ class GatherUnits:
                 tensors += packed
             for tensor in tensors:
                 if tensor not in self.of_parameter:
-                    unit = self._of_owner.setdefault(owner, GatherUnit(len(self._of_owner)))
+                    unit = self._of_owner.setdefault((owner, kind_of(tensor)), GatherUnit(len(self._of_owner)))
                     self.of_parameter[tensor] = unit
                 if owner is not model:
                     self.of_module.setdefault(owner, {})[self.of_parameter[tensor]] = None
@@ -299,9 +312,14 @@ class ParameterGathers:
         return any(unit.members for unit in self.units.of_parameter.values())
 
     @property
+    def members(self) -> list[ShardedParameters]:
+        """What gathers the parameters of each bucket."""
+        return [member for unit in self._all() for member in unit.members]
+
+    @property
     def shards(self) -> list[Tensor]:
         """What this rank keeps of the sharded parameters: one flat tensor for each of their buckets."""
-        return [member.shard for unit in self._all() for member in unit.members]
+        return [member.shard for member in self.members]
 
     def holder(self, param: Tensor) -> ShardedParameters | None:
         """Return what has a shard of a parameter; None for a tensor that is whole at present."""
@@ -321,14 +339,14 @@ class ParameterGathers:
 
     def shard_frozen(self, options: Mapping[str, BucketOptions], initial: dict[nn.Parameter, Source]) -> None:
         """Shard what no optimizer trains; `options`: of each axis; `initial`: sources of values, used ones removed."""
-        taken = {param for unit in self._all() for member in unit.members for param in member.params}
+        taken = {param for member in self.members for param in member.params}
         kinds: dict[tuple, list[nn.Parameter]] = {}
         for param, unit in self.units.of_parameter.items():
             axis = spec_of(param).axis
             if param not in taken and options[axis].shards_parameters:
                 kinds.setdefault((unit, param.dtype, axis), []).append(param)
         for (_, _, axis), params in kinds.items():
-            member = ShardedParameters.of_frozen(params, options[axis], initial)
+            member = kind_of(params[0]).of_frozen(params, options[axis], initial)
             self.units.follow(params)
             self.own(params, member)
             return_freed_memory()  # of the parameters that are sharded now
@@ -388,7 +406,7 @@ class ParameterGathers:
             keeps_changes: whether values that are changed in place stay so.
             params: the parameters, and those in the same memory become whole; None for all.
         """
-        members = [member for unit in self._all() for member in unit.members if not member.is_gathered]
+        members = [member for member in self.members if not member.is_gathered]
         if params is not None:
             members = [member for member in members if not params.isdisjoint(member.params)]
         with self.running():
@@ -415,7 +433,7 @@ class ParameterGathers:
 
     @property
     def _exchanges(self) -> list[ZeroCollectives]:
-        return list(dict.fromkeys(member.exchange for unit in self._all() for member in unit.members))
+        return list(dict.fromkeys(member.exchange for member in self.members))
 
     def release_all(self) -> None:
         """Release all units, also those that were gathered ahead, but none whose values autograd has saved."""

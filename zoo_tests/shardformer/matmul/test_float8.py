@@ -6,6 +6,9 @@ Look in `shardformer/matmul/float8.py`.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -134,8 +137,9 @@ def test_kernels_of_gpus_take_what_is_rounded(recipe: str) -> None:
     assert kernels.names.count("_scaled_mm") == (2 if recipe == "rowwise" else 3)
 
 
-def test_sizes_that_do_not_fit_are_multiplied_as_ever() -> None:
-    x, weight, grad = _factors(16, 24, 40)
+@pytest.mark.parametrize("tokens", [0, 16])
+def test_sizes_that_do_not_fit_are_multiplied_as_ever(tokens: int) -> None:
+    x, weight, grad = _factors(tokens, 24, 40)
     for backend in (kind() for kind in FP8_RECIPES.values()):
         assert torch.equal(backend.forward(x, weight), NATIVE.forward(x, weight))
         assert torch.equal(backend.grad_input(grad, weight), NATIVE.grad_input(grad, weight))
@@ -239,7 +243,7 @@ def test_fewer_passes_round_to_the_same_bits(dtype: torch.dtype, is_gradient: bo
         x = (torch.randn(64, 80, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
         unit = (x.abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
         expected = (x.float() / unit).clamp(-largest, largest).to(kind)
-        found = float8._Rounded(x, is_gradient)
+        found = float8.Rounded(x, is_gradient)
         assert torch.equal(found.scale, unit)
         assert torch.equal(found.values.view(torch.uint8), expected.view(torch.uint8))
 
@@ -247,20 +251,23 @@ def test_fewer_passes_round_to_the_same_bits(dtype: torch.dtype, is_gradient: bo
 def test_a_matrix_is_rounded_in_three_passes() -> None:
     """16 bits are read twice; the quotient in fp32 is written and read once. Two further operators make the scale."""
     with _Kernels() as kernels:
-        float8._Rounded(torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
+        float8.Rounded(torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
     assert len(kernels.names) == 5, kernels.names
     assert 13 < kernels.bytes / 512**2 < 13.1
 
 
-def _losses(options: dict[str, Any], family: str) -> list[float]:
+def _model(options: dict[str, Any], family: str) -> nn.Module:
     torch.manual_seed(0)
     if family == "llama":
         sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
         sizes["num_hidden_layers"] = 2 * options.get("pp_size", 1)
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
-    else:
-        dropouts = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
-        model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=32, **dropouts))
+        return LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
+    dropouts = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=32, **dropouts))
+
+
+def _losses(options: dict[str, Any], family: str) -> list[float]:
+    model = _model(options, family)
     booster = Booster(plugin=HybridParallelPlugin(**options))
     model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     ids = torch.randint(0, 96, (8, 21), generator=torch.Generator().manual_seed(1))
@@ -299,6 +306,57 @@ def test_eight_bits_train_like_sixteen(ranks: int, family: str, options: dict[st
     assert found != expected, "nothing was multiplied in 8 bit"
     worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
     assert worst < 0.01, f"losses are {worst:.3f} apart"
+
+
+def _of_stage(stage: int, family: str, options: dict[str, Any]) -> tuple[list[Any], dict[torch.dtype, int]]:
+    """Losses and weights of two steps of an ordinary loop; values that the second one gathers, by their dtype."""
+    model = _model(options, family)
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp8", zero_stage=stage, **options))
+    model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    ids = torch.randint(0, 96, (8, 21), generator=torch.Generator().manual_seed(model.mesh.rank("dp")))
+    found, gathered = [], Counter[torch.dtype]()
+
+    def counted(start: Callable[[Tensor, Tensor], Any], shard: Tensor, flat: Tensor) -> Any:
+        gathered[flat.dtype] += flat.numel()
+        return start(shard, flat)
+
+    for exchange in {member.exchange for member in model.gathers.members}:
+        exchange.gather_shard = partial(counted, exchange.gather_shard)
+    for _ in range(2):
+        gathered.clear()
+        loss = model(input_ids=ids, labels=ids).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    values = dict(gathered)
+    with model.summon_full_params():
+        return [*found, *(param.detach().clone() for param in model.parameters())], values
+
+
+_MATRICES = 2 * (4 * 64 * 64 + 3 * 64 * 128)  # of Llama's layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "family", "options", "in_bytes"),
+    [
+        (2, "llama", {"gradient_checkpointing": "full"}, 2 * _MATRICES),
+        (4, "llama", {"tp_size": 2}, _MATRICES),
+        (2, "llama", {"fp8_recipe": "rowwise"}, 0),
+        (2, "gpt2", {}, 0),
+    ],
+)
+def test_weights_are_rounded_before_they_are_gathered(
+    ranks: int, family: str, options: dict[str, Any], in_bytes: int
+) -> None:
+    """Under ZeRO stage 3: bits are those of stage 1, whose ranks round whole weights; `in_bytes`: values in 8 bit."""
+    expected, nothing = run_on_ranks(ranks, _of_stage, 1, family, options)[0]
+    found, gathered = run_on_ranks(ranks, _of_stage, 3, family, options)[0]
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, expected, strict=True))
+    assert not nothing and gathered.get(torch.uint8, 0) == in_bytes
+    if in_bytes:
+        assert gathered[torch.bfloat16] < _MATRICES, "a layer is gathered in 16 bit"
 
 
 def test_heads_and_embeddings_keep_their_precision() -> None:

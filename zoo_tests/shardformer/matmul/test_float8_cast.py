@@ -23,7 +23,7 @@ def check() -> None:
     import numpy as np
     from triton.runtime import interpreter
 
-    from shardformer.matmul.float8 import _Rounded
+    from shardformer.matmul.float8 import Rounded
     from shardformer.matmul.float8_cast import operator
 
     convert = interpreter._convert_float
@@ -40,7 +40,7 @@ def check() -> None:
     torch.manual_seed(0)
     for shape, dtype, is_gradient, size in product(SHAPES, (torch.bfloat16, torch.float32), (False, True), SIZES):
         x = (torch.randn(shape) * SIZES[size]).to(dtype)
-        expected, (values, columns, scale) = _Rounded(x, is_gradient), operator()(x, is_gradient)
+        expected, (values, columns, scale) = Rounded(x, is_gradient), operator()(x, is_gradient)
         bits, case = expected.values.view(torch.uint8), f"{shape} {dtype} {is_gradient} {size}"
         assert torch.equal(scale, expected.scale), case
         assert torch.equal(values.view(torch.uint8), bits) and torch.equal(columns.view(torch.uint8), bits.t()), case
