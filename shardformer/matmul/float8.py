@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import cache, partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from shardformer.matmul.kernel import matrix, no_view
 from shardformer.matmul.native import Native
@@ -208,6 +210,8 @@ class Float8(Native):
         self._reuses = False  # whether in `reusing_weights`
         # Parameter -> its version, and its rounded values; None where these are not kept.
         self._weights: dict[nn.Parameter, tuple[int, Rounded]] | None = None
+        # The same of experts, by the strides of what is multiplied: the weight or its transpose.
+        self._experts: dict[tuple[nn.Parameter, tuple[int, ...]], tuple[int, tuple[Tensor, Tensor]]] = {}
         # Whether a gradient -> the last one, or the last activation, its version, and its rounded values.
         self._latest: dict[bool, tuple[Tensor, int, Rounded]] = {}
 
@@ -231,6 +235,8 @@ class Float8(Native):
         finally:
             self._reuses, self._weights = outer
             self._latest.clear()
+            if self._weights is None:
+                self._experts.clear()
 
     def _rounded(self, x: Tensor, is_gradient: bool = False) -> Rounded:
         """Return rounded `x`, [rows, columns], an activation or a gradient."""
@@ -310,6 +316,93 @@ class Rowwise(Float8):
     kind = _RoundedRows
     writes_gradients = True
     grad_weight = Native.grad_weight
+
+    def grouped(self, x: Tensor, weight: Tensor, ends: Tensor, is_forward: bool = False) -> Tensor:
+        """Multiply the rows of each expert by its weight: [rows, in] and [experts, in, out] -> [rows, out].
+
+        Args:
+            ends: end of the rows of each expert, [experts]; rows behind the last one are any values.
+        """
+        rows, (values, scale) = _RoundedRows(x), self._rounded_experts(weight)
+        if x.is_cpu:
+            out = torch.zeros(len(x), weight.shape[2])
+            for expert, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+                own = rows.values[start:end].float() @ values[expert].float()
+                out[start:end] = own * rows.scale[start:end] * scale[expert]
+            return out.to(x.dtype)
+        return torch._scaled_grouped_mm(
+            rows.values,
+            values,
+            rows.scale.flatten(),
+            scale.flatten(1),
+            offs=ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=is_forward,
+        ).to(x.dtype)
+
+    def _rounded_experts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [experts, in, out] rounded along `in`, in memory of [experts, out, in], and scales, [experts, 1, out].
+
+        A weight, and its transpose, is rounded once in `reusing_weights`.
+        """
+        parameter = weight._base if weight._is_view() else weight
+        is_kept = self._weights is not None and isinstance(parameter, nn.Parameter)
+        place = (parameter, weight.stride()) if is_kept else None
+        version, known = self._experts.get(place, (None, None)) if is_kept else (None, None)
+        if known is None or version != parameter._version:
+            columns = weight.detach().transpose(1, 2)
+            peak = torch.linalg.vector_norm(columns, torch.inf, 2, keepdim=True, dtype=torch.float32)
+            scale = scale_of(peak, torch.float8_e4m3fn)
+            values = (columns / scale).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+            known = values.transpose(1, 2), scale.transpose(1, 2)
+            if is_kept:
+                self._experts[place] = parameter._version, known
+        return known
+
+
+class RowsOfExperts(TorchFunctionMode):
+    """Computes grouped products of experts in FP8, "rowwise", where torch or transformers call native ones.
+
+    Args:
+        kernel: keeps rounded weights, see `Float8.reusing_weights`.
+    """
+
+    def __init__(self, kernel: Rowwise) -> None:
+        super().__init__()
+        self._kernel = kernel
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Replace the product of [rows, in] and [experts, in, out] by one in FP8, if 16 divides all sizes."""
+        kwargs = kwargs or {}
+        if func is torch._grouped_mm and args[1].dim() == 3:  # what `F.grouped_mm` calls, too
+            x, weight = args
+            is_known = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float32)
+            if is_known and len(x) and not any(size % Rowwise.multiple for size in weight.shape[1:]):
+                return _GroupedLinear.apply(x, weight, kwargs["offs"], self._kernel)
+        return func(*args, **kwargs)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """y = x W_e for the rows of each expert e; weight gradients are native products, as those of `Rowwise`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, kernel: Rowwise) -> Tensor:
+        """Compute [rows, in] and [experts, in, out] -> [rows, out]; `ends`: of the rows of each expert."""
+        ctx.save_for_backward(x, weight, ends)
+        ctx.weight, ctx.kernel = weight, kernel
+        return kernel.grouped(x, weight, ends, is_forward=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of rows, in FP8, and of weights."""
+        (x, weight, ends), needs, grad = ctx.saved_tensors, ctx.needs_input_grad, grad.contiguous()
+        grad_x = ctx.kernel.grouped(grad, ctx.weight.transpose(1, 2), ends) if needs[0] else None
+        if not needs[1]:
+            return grad_x, None, None, None
+        if weight.is_contiguous():
+            return grad_x, torch._grouped_mm(x.t(), grad, offs=ends), None, None
+        return grad_x, torch._grouped_mm(grad.t(), x, offs=ends).transpose(1, 2), None, None
 
 
 class Mx(Float8):

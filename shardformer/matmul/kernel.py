@@ -74,7 +74,7 @@ class Products:
     writes_gradients = True
 
     def saved(self, weight: Tensor) -> Tensor | None:
-        """Return what a node saves of a weight, beside its parameter; None if products read another form of it."""
+        """Return what a node saves of a weight; None if products read another form of it."""
         return weight
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

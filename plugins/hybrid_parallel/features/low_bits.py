@@ -15,18 +15,18 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature, Parts
-from plugins.hybrid_parallel.step.passes import PassKind
 from plugins.hybrid_parallel.zero.bucket_layout import BucketOptions
 from plugins.hybrid_parallel.zero.collectives.backend import AllGatherHandle
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers, ShardedParameters
 from shardformer.layers import ColumnParallelLinear, RowParallelLinear
 from shardformer.layers.embedding import VocabParallelLMHead
+from shardformer.layers.experts import expert_modules
 from shardformer.layers.parallel_module import Linear, replicated_linear
-from shardformer.matmul.float8 import FP8_RECIPES, Float8, Rounded, scale_of
+from shardformer.matmul.float8 import FP8_RECIPES, Float8, Rounded, RowsOfExperts, Rowwise, scale_of
 from shardformer.matmul.native import Native
 from shardformer.matmul.quantised import is_quantised, keep_format, kind_of_layer, quantised_layers, quantised_name
 from shardformer.peft import adapter_configs, model_inside
-from shardformer.utils.derived_modules import replace_modules
+from shardformer.utils.derived_modules import derive, replace_modules
 from shardformer.utils.module_paths import remembered
 
 if TYPE_CHECKING:
@@ -58,6 +58,27 @@ def multiply_in_fp8(model: nn.Module, recipe: str = "tensorwise") -> None:
     replace_modules(model, found)
     if not found:
         _log.warning("%s has no linear layers in a list of layers: nothing multiplies in 8 bit", type(model).__name__)
+
+
+class _Float8Experts(nn.Module):
+    """Multiplies in FP8; `kernel` keeps rounded weights."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        with RowsOfExperts(self.kernel):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+def experts_in_fp8(model: nn.Module) -> None:
+    """Let stacked experts multiply in FP8, by rows, where they run grouped products, and on a GPU if they gain."""
+    found, kernel = {}, Rowwise()
+    for _, experts in list(expert_modules(model)):
+        sizes = [each.shape[1:] for each in experts.parameters(recurse=False) if each.dim() == 3]
+        gains = 600 * sum(map(sum, sizes)) <= sum(size.numel() for size in sizes)  # see `_gains`
+        way = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+        if way == "grouped_mm" and (gains or next(experts.parameters()).is_cpu):
+            experts.kernel = kernel
+            found[experts] = derive(experts, _Float8Experts)
+    replace_modules(model, found)
 
 
 def _gains(layer: nn.Module) -> bool:
@@ -125,6 +146,11 @@ class RoundedParameters(ShardedParameters):
             self.rounded_shard[place].copy_(rounded.view(torch.uint8))
         self._scales = scales.unbind()
 
+    @property
+    def was_rounded(self) -> bool:
+        """Whether it was rounded before."""
+        return bool(self._scales)
+
     def start_use(self) -> None:
         """Start to gather the rounded values."""
         if not self.is_rounded:
@@ -146,6 +172,11 @@ class RoundedParameters(ShardedParameters):
                 start = param.storage_offset()
                 values = self._rounded[start : start + param.numel()].view(torch.float8_e4m3fn)
                 param.rounded = Rounded.of(values.view(param.shape), scale)
+
+    def dissolve(self) -> None:
+        """Give the parameters whole values of their own."""
+        self._release_rounded()
+        super().dissolve()
 
     def release(self) -> None:
         """Give the memory of the whole back, rounded or not."""
@@ -177,7 +208,7 @@ def _rounded_shards(gathers: ParameterGathers, is_backward: bool) -> Iterator[No
                 for member, part in zip(own, peaks.split([len(each.params) for each in own]), strict=True):
                     member.round(part)
     for member in members:
-        member.is_rounded = True
+        member.is_rounded = member.was_rounded  # not yet, if it was made since the forward pass
     try:
         yield
     finally:
@@ -265,8 +296,11 @@ class Float8Products(Feature):
         raise_on_all_ranks(lambda: check_fp8(mesh.device, self.config.mixed_precision.fp8_recipe))
 
     def sharded(self, parts: Parts) -> None:
-        """Have linear layers multiply in FP8."""
-        multiply_in_fp8(parts.module, self.config.mixed_precision.fp8_recipe)
+        """Have linear layers multiply in FP8, and under "rowwise" stacked experts, but not in graphs."""
+        recipe = self.config.mixed_precision.fp8_recipe
+        multiply_in_fp8(parts.module, recipe)
+        if recipe == "rowwise" and not self.config.kernels.compile_layers:
+            experts_in_fp8(parts.module)
 
     def boosted(self, model: HybridParallelModel) -> None:
         """Round weights once in each pass, under ZeRO stage 3 before they are gathered where layers allow it."""
@@ -276,7 +310,7 @@ class Float8Products(Feature):
         if config.zero.zero_stage == 3 and not reads_bits:
             for module in filter(_reads_rounded, model.unwrap().modules()):
                 module.weight.sharded_as = RoundedParameters
-            around.append(lambda this: _rounded_shards(model.gathers, this.kind is PassKind.BACKWARD))
+            around.append(lambda this: _rounded_shards(model.gathers, this.goes_back))
         model.around_passes += around
         model.around_losses += around
 

@@ -80,6 +80,11 @@ class Pass:
         return self.kind in (PassKind.STEP, PassKind.TRAIN)
 
     @property
+    def goes_back(self) -> bool:
+        """Whether it is the backward pass of forward passes before it."""
+        return self.kind is PassKind.BACKWARD
+
+    @property
     def generates(self) -> bool:
         """Whether it makes tokens, for which nothing is trained or drawn from the model's stream."""
         return self.kind is PassKind.GENERATE
@@ -117,7 +122,7 @@ def in_pass(
         stack.enter_context(model.gathers.running())
         for around in model.around_passes:
             stack.enter_context(around(this))
-        if this.kind is not PassKind.BACKWARD:
+        if not this.goes_back:
             stack.enter_context(torch.set_grad_enabled(this.trains))
         if reading is not None:
             stack.enter_context(reading)

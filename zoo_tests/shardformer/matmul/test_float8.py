@@ -13,16 +13,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.features.low_bits import multiply_in_fp8
 from shardformer.matmul import float8
-from shardformer.matmul.float8 import FP8_RECIPES, Float8, swizzled
+from shardformer.matmul.float8 import FP8_RECIPES, Float8, RowsOfExperts, swizzled
 from shardformer.matmul.native import NATIVE
 from shardformer.utils.untraced import define_operators
 from zoo_tests.harness.ranks import run_on_ranks
@@ -161,6 +169,45 @@ def test_operators_of_graphs_find_what_eager_products_find_and_know_no_input() -
             assert torch.equal(of_weight, Float8().grad_weight(grad, x))
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_grouped_products_of_experts_are_close_and_gradients_of_weights_exact(is_transposed: bool) -> None:
+    """Three experts, one without rows, and rows of no expert; a weight and its transpose are rounded once."""
+    generator, ends = torch.Generator().manual_seed(1), torch.tensor([16, 16, 48], dtype=torch.int32)
+    x, grad = (torch.randn(size, generator=generator).bfloat16() for size in ((56, 32), (56, 64)))
+    weight = torch.randn(3, 64, 32, generator=generator).bfloat16()
+    parameter = nn.Parameter(weight if is_transposed else weight.transpose(1, 2).contiguous())
+
+    def gradients() -> list[Tensor]:
+        own = x.clone().requires_grad_()
+        out = F.grouped_mm(own, parameter.transpose(1, 2) if is_transposed else parameter, offs=ends)
+        found = torch.autograd.grad(out[:48], (own, parameter), grad[:48])
+        return [out.detach()[:48], found[0][:48], found[1]]
+
+    expected, kernel = gradients(), FP8_RECIPES["rowwise"]()
+    with RowsOfExperts(kernel):
+        found = gradients()
+        with kernel.reusing_weights():
+            assert all(map(torch.equal, (*gradients(), *gradients()), (*found, *found)))
+            assert len(kernel._experts) == 2
+            with torch.no_grad():
+                parameter.mul_(2.0)
+            assert not torch.equal(gradients()[0], found[0])
+    assert not kernel._experts, "a rounded weight outlives its step"
+    assert all(0.01 < _error(a.float(), b.float()) < 0.04 for a, b in zip(found[:2], expected[:2], strict=True))
+    assert torch.equal(found[2], expected[2])
+
+
+def test_grouped_products_are_one_kernel_each_on_a_gpu() -> None:
+    """On the meta device: torch checks dtypes, shapes and orders; what rounds rows and weights is the rest."""
+    with torch.device("meta"):
+        x, weight = torch.empty(56, 32, dtype=torch.bfloat16), torch.empty(3, 32, 64, dtype=torch.bfloat16)
+        ends = torch.empty(3, dtype=torch.int32)
+    leaves = [each.requires_grad_() for each in (x, weight)]
+    with _Kernels() as kernels, RowsOfExperts(FP8_RECIPES["rowwise"]()):
+        torch.autograd.grad(F.grouped_mm(x, weight, offs=ends).sum(), leaves)
+    assert kernels.names.count("_scaled_grouped_mm") == 2 and kernels.names.count("_grouped_mm") == 1
+
+
 def test_zeros_stay_zeros() -> None:
     x, weight, _ = _factors(16, 32, 32)
     for backend in (kind() for kind in FP8_RECIPES.values()):
@@ -262,6 +309,10 @@ def _model(options: dict[str, Any], family: str) -> nn.Module:
         sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
         sizes["num_hidden_layers"] = 2 * options.get("pp_size", 1)
         return LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes))
+    if family == "mixtral":
+        sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+        experts = {"num_hidden_layers": 2, "num_local_experts": 4, "experts_implementation": "grouped_mm"}
+        return MixtralForCausalLM(MixtralConfig(vocab_size=96, **sizes, **experts))
     dropouts = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
     return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=32, **dropouts))
 
@@ -286,6 +337,7 @@ def _losses(options: dict[str, Any], family: str) -> list[float]:
     [
         (1, "llama", {}),
         (1, "llama", {"fp8_recipe": "rowwise"}),
+        (2, "mixtral", {"ep_size": 2, "fp8_recipe": "rowwise"}),
         (2, "gpt2", {"tp_size": 2, "fp8_recipe": "mxfp8", "gradient_checkpointing": "operators"}),
         (2, "gpt2", {"tp_size": 2}),
         pytest.param(
@@ -343,7 +395,7 @@ _MATRICES = 2 * (4 * 64 * 64 + 3 * 64 * 128)  # of Llama's layers
     [
         (2, "llama", {"gradient_checkpointing": "full"}, 2 * _MATRICES),
         (4, "llama", {"tp_size": 2}, _MATRICES),
-        (2, "llama", {"fp8_recipe": "rowwise"}, 0),
+        (2, "mixtral", {"fp8_recipe": "rowwise"}, 0),
         (2, "gpt2", {}, 0),
     ],
 )
