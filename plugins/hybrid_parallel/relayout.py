@@ -6,6 +6,7 @@ cut for the new layout as at `boost`. Then the state is restored from those copi
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -151,9 +152,11 @@ def _restore(
 
 
 def _whole_model(model: HybridParallelModel) -> nn.Module:
-    """Return the whole model without values, with the present modes of its modules and frozen parameters."""
-    whole = empty_copy(model.origin.modules)
-    here = model.unwrap()
+    """Return the whole model without values, with the present modes, options and frozen parameters."""
+    whole, here = empty_copy(model.origin.modules), model.unwrap()
+    for name in ("config", "generation_config"):
+        if getattr(here, name, None) is not None:
+            _take_options(getattr(whole, name), getattr(here, name))
     modes = {name: each.training for name, each in here.named_modules()}
     trained = {name: each.requires_grad for name, each in here.named_parameters(remove_duplicate=False)}
     parts = all_gather_json([[name for name in modes if not modes[name]], trained])
@@ -170,6 +173,15 @@ def _whole_model(model: HybridParallelModel) -> nn.Module:
 
     set_weight_reader(whole, without_values)
     return whole
+
+
+def _take_options(config: Any, present: Any) -> None:
+    """Set in a configuration, and in those inside it, what a script has set in the present one."""
+    for name, value in vars(present).items():
+        if hasattr(value, "to_dict"):
+            _take_options(getattr(config, name), value)
+        elif not name.startswith("_"):  # names of kernels, which follow the layout
+            setattr(config, name, copy.deepcopy(value))
 
 
 @contextmanager

@@ -195,14 +195,19 @@ def classes_of_tokens(_: nn.Module) -> HeadLoss:
 def sequence_classification(model: nn.Module) -> HeadLoss:
     """Return the loss of sequence classification: classes, their chances (DeBERTa), several labels or regression."""
     config = model.config
-    takes_chances = config.problem_type is None and config.num_labels > 1 and uses(type(model).forward, "log_softmax")
+    is_deberta = config.problem_type is None and uses(type(model).forward, "log_softmax")
+    takes_chances = is_deberta and config.num_labels > 1
 
     def kind_of(labels: Tensor) -> str:
         if takes_chances and labels.dim() > 1 and labels.shape[-1] > 1:
             return "chances"
-        if config.problem_type is not None or config.num_labels == 1:
-            return config.problem_type or "regression"
-        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        if config.problem_type is not None:
+            return config.problem_type
+        several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        kind = "regression" if config.num_labels == 1 else several
+        if not is_deberta:  # transformers keeps it: a saved model's pipeline chooses sigmoid or softmax by it
+            config.problem_type = kind
+        return kind
 
     def count(labels: Tensor, batch: Batch) -> Tensor:
         if kind_of(labels) == "single_label_classification":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from zoo_tests.harness.reference import Trace, train_reference
 from zoo_tests.harness.train_sharded import RankReport, train_sharded
 
 _SHOWN = 6  # offenders in a message
+_OF_A_FILE = {"architectures", "dtype"}
 _FLOOR = 1e-3  # of norms: what is smaller is compared to this
 
 
@@ -95,7 +97,7 @@ def check_reports(case: Case, reports: Sequence[RankReport], directory: Path, we
     if case.recipe.max_norm is not None:
         check_losses(reports[0].grad_norms, plain.grad_norms, tolerance.gradient, "gradient norms")
     check_gradients(_load_gradients(case, directory), plain, tolerance)
-    found = _load_weights(case, directory / "model")
+    found = _load_weights(case, directory / "model", plain)
     if weights:
         check_weights(found, plain, tolerance)
 
@@ -166,10 +168,13 @@ def _load_gradients(case: Case, directory: Path) -> dict[str, Tensor]:
     return gradients
 
 
-def _load_weights(case: Case, directory: Path) -> dict[str, Tensor]:
+def _load_weights(case: Case, directory: Path, plain: Trace) -> dict[str, Tensor]:
     """What plain `from_pretrained` finds; of a model with adapters, the model with the adapters that were saved."""
     if case.recipe.has_adapters:
         return values_of(load_adapters(case.recipe.base_model(), directory).state_dict())
+    saved = json.loads((directory / "config.json").read_text())
+    wrong = {key for key in {*saved, *plain.config} - _OF_A_FILE if saved.get(key) != plain.config.get(key)}
+    assert not wrong, f"config.json has other values of {sorted(wrong)}"
     model_class = getattr(importlib.import_module(case.recipe.zoo_family.module), case.recipe.zoo_head.model_class)
     model, info = model_class.from_pretrained(directory, dtype=_saved_dtype(case), output_loading_info=True)
     assert not any(info.values()), f"from_pretrained is not content: {info}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +29,7 @@ class Trace:
         first_weights: name -> value before the first step.
         aliases: sets of names of the same parameter, for every trained parameter.
         grad_norms: of every step, where gradients are clipped.
+        config: what `save_pretrained` writes of the model's configuration after the last step.
     """
 
     losses: list[float]
@@ -36,6 +38,7 @@ class Trace:
     first_weights: dict[str, Tensor]
     aliases: list[frozenset[str]]
     grad_norms: list[float]
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=64)
@@ -57,6 +60,7 @@ class _Plain:
         self.model = recipe.model()
         self.optimizer, self.scheduler = recipe.training(self.model)
         self.trained = list(self.model.parameters())
+        self.config = self.model.config
 
     def train(self) -> Trace:
         aliases = _aliases(self.model)
@@ -70,6 +74,7 @@ class _Plain:
                 trace.grad_norms.append(norm.item())
             self._step()
         trace.weights = _copies(self.model)
+        trace.config = json.loads(self.config.to_json_string())
         return trace
 
     def _backward(self, batch: Batch) -> float:
@@ -95,6 +100,7 @@ class _SixteenBit(_Plain):
         self.dtype = _CAST[recipe.precision]
         self.scale = LOSS_SCALE if recipe.precision == "fp16" else 1.0
         self.working = recipe.model()
+        self.config = self.working.config
         for param in self.working.parameters():
             if param.is_floating_point():
                 param.data = param.data.to(self.dtype)  # buffers keep their precision

@@ -114,8 +114,8 @@ def _write_other_files(model: HybridParallelModel, directory: Path, dtype: torch
     """Write configuration, generation defaults and custom code of the model to a hidden directory, and return it."""
     inside: Any = model_inside(model.unwrap())
     others = Path(tempfile.mkdtemp(prefix=".", suffix=_PARTIAL, dir=directory))
-    if model.origin.config is not None:
-        config = copy.deepcopy(model.origin.config)
+    if getattr(inside, "config", None) is not None:  # as it is now: scripts change it after `boost`, forward passes too
+        config = copy.deepcopy(inside.config)
         config.architectures = [type(inside).__name__]
         config.dtype = str(dtype).removeprefix("torch.")
         if getattr(inside, "_auto_class", None) is not None:

@@ -166,6 +166,17 @@ def test_dtype_of_the_files(tmp_path: Path) -> None:
     assert boosted.model.dtype == torch.float64
 
 
+@distributed(2)
+def test_options_that_a_script_sets_after_boost_are_saved_and_move(tmp_path: Path) -> None:
+    boosted = boost(_case("gpt2", "tp2"))
+    boosted.model.config.id2label, boosted.model.generation_config.max_new_tokens = {0: "no", 1: "yes"}, 7
+    objects = boosted.model, boosted.optimizer, boosted.scheduler
+    moved = boosted.booster.relayout(HybridParallelPlugin(pp_size=2), *objects)[0]
+    boosted.booster.save_model(moved, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["id2label"] == {"0": "no", "1": "yes"}
+    assert json.loads((tmp_path / "generation_config.json").read_text())["max_new_tokens"] == 7
+
+
 # ----- what is refused -----
 
 
