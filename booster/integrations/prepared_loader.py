@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from typing import Any
 
@@ -132,6 +133,31 @@ class PreparedLoader:
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+class RowsOfReplica(PreparedLoader):
+    """Loader of one replica's rows of endless batches, which have a row for each; a batch is read ahead.
+
+    Args:
+        batches: the same on all ranks.
+        index: which replica this is.
+    """
+
+    def __init__(self, batches: Iterable[dict[str, Any]], gradient_state: GradientState, index: int) -> None:
+        super().__init__(None, gradient_state)  # checkpoints hold no position in them
+        self._rows_of_all, self._index = batches, index
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.end_of_dataloader = False
+        self.gradient_state._add_dataloader(self)
+        try:
+            for batch, _ in itertools.pairwise(self._rows_of_all):
+                yield {name: value[self._index : self._index + 1] for name, value in batch.items()}
+        finally:
+            self.gradient_state._remove_dataloader(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: a queue has no epochs."""
 
 
 def split_by(loader: DataLoader, num_replicas: int) -> DataLoader:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from booster.integrations.accelerate import Accelerator
-from booster.integrations.prepared_loader import PreparedLoader
+from booster.integrations.prepared_loader import PreparedLoader, RowsOfReplica
 from booster.integrations.replicas import ReplicaMeans
 
 
@@ -72,6 +72,13 @@ class TrainerAccelerator(Accelerator):
 
     loss_in_progress: LossInProgress | None = None
     draws_as_plain = False  # of its loaders
+    all_ranks_lead = False  # whether all of them run what one process does: programs outside are asked by one
+    takes_rows = False  # whether its loaders have endless batches with a row for each replica
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first rank, or all of them lead."""
+        return self.all_ranks_lead or super().is_main_process
 
     @property
     def num_processes(self) -> int:
@@ -130,6 +137,8 @@ class TrainerAccelerator(Accelerator):
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> PreparedLoader:
         """Return a loader of this replica's share; samples of like lengths meet in batches of all replicas."""
+        if self.takes_rows and isinstance(data_loader, DataLoader):
+            return RowsOfReplica(data_loader, self.gradient_state, self.process_index)
         sampler = getattr(data_loader, "sampler", None)
         if isinstance(data_loader, DataLoader) and isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= self.replicas.size  # Trainer gave it that of one replica

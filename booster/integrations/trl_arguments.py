@@ -13,10 +13,12 @@ from booster.plugin import Plugin
 from shardformer.attention import log_once
 
 _OLDEST = "1.16"
+ASYNCHRONOUS = ("AsyncGRPOTrainer", "AsyncDistillationTrainer")  # they train on a queue of rollouts
 _TRAINERS = (
     *("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "GMPOTrainer"),
     *("GKDTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer", "OnlineDPOTrainer", "SDPOTrainer", "SDFTTrainer"),
     *("A2POTrainer", "IWOPDTrainer", "GOLDTrainer", "DistillationTrainer", "ServerDistillationTrainer"),
+    *ASYNCHRONOUS,
 )
 _OF_TOKENS = ("bnpo", "dapo")  # losses of SDPO that are means over the tokens of a replica
 GROUPED = ("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")  # they compare the completions of a prompt
@@ -85,10 +87,10 @@ def check_options(names: list[str], args: Any, plugin: Plugin) -> None:
 def _check_vllm(name: str, args: Any, plugin: Plugin) -> None:
     """Refuse what is not compared with a stand-in of vLLM, and engines that ranks of a replica cannot make up."""
     kind, mine = type(args).__name__, {*ranks_of_replica(plugin)}
-    options = {"use_vllm": name == "OnlineDPOTrainer", "use_teacher_server": getattr(args, "use_teacher_server", False)}
-    for option in (each for each, is_refused in options.items() if is_refused):
+    if name == "OnlineDPOTrainer" and args.vllm_mode == "colocate":
         raise ConfigurationError(
-            f"{kind}({option}=True) is not compared with one process; leave it out: the boosted model does it itself"
+            f"{kind}(vllm_mode='colocate') starts an engine by itself, which knows nothing of the ranks of a replica; "
+            "use vllm_mode='server'"
         )
     size = args.vllm_tensor_parallel_size
     # The ranks of an engine follow one another, as TRL groups processes.
@@ -145,14 +147,27 @@ def count_generations(args: Any, replicas: int) -> None:
         return
     kind, given = type(args).__name__, args.generation_batch_size
     args.generation_batch_size = size = args.per_device_train_batch_size * replicas * steps
+    counted = f"{replicas} {'replica' if replicas == 1 else 'replicas'}"
     if size % args.num_generations:
         raise ConfigurationError(
             f"{kind}(num_generations={args.num_generations}) does not divide the {size} completions of a generation: "
             f"per_device_train_batch_size={args.per_device_train_batch_size}, times steps_per_generation={steps}, "
-            f"times {replicas} replicas; use a divisor, or a larger batch"
+            f"times {counted}; use a divisor, or a larger batch"
         )
     if size != given:
-        log_once(kind, f"generates {size} completions at a time, those of {replicas} replicas, where it counted ranks")
+        log_once(kind, f"generates {size} completions at a time, those of {counted}, where it counted ranks")
+
+
+def check_asynchronous(kind: str, plugin: Plugin) -> None:
+    """Refuse layouts and kernels that take the jumps of positions in a tree of tokens for documents."""
+    kernels = getattr(getattr(plugin, "config", None), "kernels", None)
+    switches = ("enable_flash_attention", "enable_all_optimization")
+    given = {"cp_size": plugin.mesh["cp"].size(), **{name: getattr(kernels, name, False) for name in switches}}
+    for name, value in given.items():
+        if kind == "AsyncGRPOConfig" and value not in (1, False):
+            raise ConfigurationError(
+                f"{kind} packs rollouts into trees of tokens, to which {name}={value!r} has no attention; leave it out"
+            )
 
 
 def check_options_of_model(trainer: Any) -> None:

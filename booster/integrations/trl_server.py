@@ -68,15 +68,27 @@ class _ClientOfFirstRank:
         try:
             result = self._replicas.on_first_rank(work, of_job=name not in _OF_A_REPLICA)
         except RuntimeError as error:
-            problem, cause = f"{self._server} failed in {name}: {_said(error)}; {_AGAIN}", error
+            problem, cause = f"{self._server} failed in {name}: {said(error)}; {_AGAIN}", error
         self._replicas.raise_on_all_ranks(problem, cause, ServerError)
         return result
+
+
+def merged_weights(trainer: Any, to_rank: int | None = 0) -> Iterator[tuple[str, Tensor]]:
+    """Return what `save_model` would write, with adapters added to their base, on one rank or on all (None)."""
+    merges = hasattr(trainer.model.unwrap(), "peft_config")
+    return trainer.accelerator.booster.weights(trainer.model, to_rank=to_rank, merge_adapters=merges)
+
+
+def announced(weights: Iterator[tuple[str, Tensor]]) -> list[tuple[str, str, list[int]]]:
+    """Return what vLLM is told of a stream of weights before it comes: names, dtypes and shapes."""
+    return [(name, str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in weights]
 
 
 _AGAIN = "start one with this model (vllm serve), and go on from the newest checkpoint"
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """Return what vLLM said, in one line."""
     return " ".join(str(error).split())[:_LONGEST]
 
 
@@ -141,9 +153,7 @@ class _BoostedGeneration:
         return self._weights(0) if self.mode == "server" else self._stream
 
     def _weights(self, to_rank: int | None) -> Iterator[tuple[str, Tensor]]:
-        model = self._trainer.model
-        merged = hasattr(model.unwrap(), "peft_config")
-        return self._trainer.accelerator.booster.weights(model, to_rank=to_rank, merge_adapters=merged)
+        return merged_weights(self._trainer, to_rank)
 
     def generate(self, prompts: list[Any], images: list[Any] | None, *args: Any, **options: Any) -> tuple[Any, ...]:
         """Generate as TRL does; a replica's engines share its prompts, and all of its ranks get all completions."""
@@ -166,6 +176,6 @@ class _BoostedGeneration:
         except ServerError:  # raised on all of them already
             raise
         except Exception as error:  # of vLLM, of any kind
-            problem, cause = f"the vLLM engine of rank {dist.get_rank()} failed in {name}: {_said(error)}", error
+            problem, cause = f"the vLLM engine of rank {dist.get_rank()} failed in {name}: {said(error)}", error
             problem += "; look at its log, or use vllm_mode='server'"
         self._trainer.accelerator.replicas.raise_on_all_ranks(problem, cause, ServerError)

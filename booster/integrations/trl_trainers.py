@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
@@ -23,6 +24,7 @@ from booster.integrations.fused_head import AdapterReference
 from booster.integrations.trainer_accelerator import LossInProgress
 from booster.integrations.trainer_arguments import check_arguments, check_job
 from booster.integrations.trl_arguments import (
+    ASYNCHRONOUS,
     GROUPED,
     check_options,
     check_options_of_model,
@@ -30,7 +32,7 @@ from booster.integrations.trl_arguments import (
     count_generations,
 )
 from booster.integrations.trl_rollouts import CheckedRewards, ToolsOfFirstRank, rollout_of_first_rank
-from booster.integrations.trl_server import served
+from booster.integrations.trl_server import announced, merged_weights, served
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 
@@ -50,6 +52,10 @@ def trl_mixins(trainer_class: type) -> tuple[type, ...]:
     if not names:
         return ()
     check_trainer_class(names)
+    if names[0] in ASYNCHRONOUS:
+        from booster.integrations.trl_async import BoostedAsyncTrainer
+
+        return BoostedAsyncTrainer, BoostedTRLTrainer
     return (BoostedTRLTrainer,)
 
 
@@ -74,13 +80,23 @@ class BoostedTRLTrainer:
         self._tools = ToolsOfFirstRank(self)
         if kwargs.get("environment_factory") is not None:
             kwargs["environment_factory"] = self._tools.factory(kwargs["environment_factory"])
-        with self._of_replicas(**(served(self) if "trl.generation.vllm_generation" in sys.modules else {})):
+        with self._of_replicas(**(served(self) if "trl.generation.vllm_client" in sys.modules else {})):
             super().__init__(*args, plugin=plugin, **kwargs)
         self.accelerator.draws_as_plain = hasattr(self, "generation_config")
         if hasattr(self, "_forward_redirection"):  # the boosted model is called itself
             self._forward_redirection = lambda wrapper, model, method, inner, *args: method(wrapper, *args)
         check_options_of_model(self)
         self._watch_programs_outside()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let all ranks run what TRL's main process does where that alone talks to a server."""
+        super().create_accelerator_and_postprocess()
+        alone = self._class_of_trl == _ONLINE_DPO and self.args.use_vllm
+        self.accelerator.all_ranks_lead = alone or self._class_of_trl in ASYNCHRONOUS
+
+    def _send_telemetry(self) -> None:
+        if dist.get_rank() == 0:
+            super()._send_telemetry()
 
     @property
     def _class_of_trl(self) -> str:
@@ -242,7 +258,7 @@ class BoostedTRLTrainer:
         if self.plugin.dp_size == 1:
             return
         counts = self.accelerator.replicas.gather(torch.tensor(rows, device=self.args.device)).tolist()
-        compares = self._class_of_trl in (*GROUPED, "SDPOTrainer")
+        compares = self._class_of_trl in (*GROUPED, "SDPOTrainer") or self.accelerator.all_ranks_lead
         if min(counts) == 0 or (compares and len(set(counts)) > 1):
             raise _unlike_shares(self, counts)
 
@@ -290,6 +306,11 @@ class BoostedTRLTrainer:
             loss = super().training_step(model, inputs, *args, **kwargs)
         self._share_metrics({_ENDED: self.stats[_ENDED]}, rows)
         return self._weighted(loss, rows)
+
+    def _move_model_to_vllm(self) -> None:
+        """Send OnlineDPO's server what `save_model` would write, merged; raises ServerError on all ranks."""
+        self.vllm_client.update_named_params(announced(merged_weights(self)), merged_weights(self))
+        self.vllm_client.reset_prefix_cache()
 
     def _as_wide_on_all_replicas(self, *found: Any) -> tuple[Any, ...]:
         """Pad prompts in front and answers behind as one process does: OnlineDPO's metrics count padding too."""

@@ -118,26 +118,19 @@ OPTIONS: dict[str, tuple[Job, dict[str, Any], dict[str, Any], str]] = {
         "GRPOConfig(vllm_tensor_parallel_size=2) makes an engine of 2 ranks one after the other, which must be of one "
         "replica; use 1, or vllm_mode='server'",
     ),
-    "vllm of another trainer": (
+    "engines of a trainer's own": (
         Job("online_dpo"),
-        {"use_vllm": True, "vllm_mode": "server"},
+        {"use_vllm": True, "vllm_mode": "colocate"},
         {"tp_size": 2},
-        "OnlineDPOConfig(use_vllm=True) is not compared with one process; leave it out: the boosted model does it "
-        "itself",
-    ),
-    "a teacher on a server": (
-        Job("sdpo"),
-        {"use_vllm": True, "vllm_mode": "server", "use_teacher_server": True},
-        {"tp_size": 2},
-        "SDPOConfig(use_teacher_server=True) is not compared with one process; leave it out: the boosted model does "
-        "it itself",
+        "OnlineDPOConfig(vllm_mode='colocate') starts an engine by itself, which knows nothing of the ranks of a "
+        "replica; use vllm_mode='server'",
     ),
     "groups that do not divide": (
         Job("grpo"),
         {"per_device_train_batch_size": 3, "num_generations": 2},
         {"tp_size": 2},
         "GRPOConfig(num_generations=2) does not divide the 3 completions of a generation: per_device_train_batch_size="
-        "3, times steps_per_generation=1, times 1 replicas; use a divisor, or a larger batch",
+        "3, times steps_per_generation=1, times 1 replica; use a divisor, or a larger batch",
     ),
     "means over tokens and completions": (
         Job("sdpo"),

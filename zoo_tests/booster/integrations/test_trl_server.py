@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from zoo_tests.harness.ranks import run_on_ranks
 _LORA: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 _FEW = {"max_steps": 3, "beta": 0.04, "learning_rate": 5e-3, "eval_strategy": "steps", "eval_steps": 2}
 _OTHERS = {"max_steps": 3, "learning_rate": 5e-3}
+_LIVE = {"use_teacher_server": True, "teacher_model_kind": "live"}
 JOBS = {
     "grpo": Job("grpo", _FEW),
     "grpo lora": Job("grpo", _FEW, adapters=_LORA),
@@ -35,16 +37,28 @@ JOBS = {
     "iw_opd": Job("iw_opd", _OTHERS, data="chats"),
     "gold": Job("gold", _OTHERS, data="chats"),
     "distillation": Job("distillation", _OTHERS),
+    "online_dpo": Job("online_dpo", _OTHERS | {"eval_strategy": "no"}),
+    "online_dpo lora": Job("online_dpo", _OTHERS | {"eval_strategy": "no"}, adapters=_LORA),
+    "sdpo of a server": Job("sdpo", _OTHERS | _LIVE | {"distillation_mode": "sampled_token"}),
+    "sdft of a server": Job("sdft", _OTHERS | _LIVE | {"distillation_mode": "topk_logits", "distillation_topk": 3}),
     "teacher": Job("server_distillation", _OTHERS | {"beta": 0.5, "gradient_accumulation_steps": 2}),
     "teacher's best": Job("server_distillation", _OTHERS | {"beta": 0.0, "loss_top_k": 3, "temperature": 0.8}),
 }
-_SAMPLE = [("grpo", "tp2pp2"), ("grpo lora", "tp2")]
+_CAMPAIGN = pytest.mark.campaign
+_SAMPLE = [("grpo", "tp2pp2"), ("grpo lora", "tp2"), ("online_dpo", "tp2"), ("sdpo of a server", "pp2")]
+_REPLICATED = ("teacher's best", "online_dpo", "sdpo of a server", "sdft of a server")
 _CASES = [
-    pytest.param(name, layout, marks=() if (name, layout) in _SAMPLE else pytest.mark.campaign)
+    pytest.param(name, layout, marks=() if (name, layout) in _SAMPLE else _CAMPAIGN)
     for name in JOBS
     for layout in ("tp2", "pp2", "tp2pp2")
 ]
 _TOLERANCE = 1e-5
+_MEANS_OF_MEANS = ("sampling/", "self_distillation/", "sdpo/", "sdft/")  # TRL's means of the means of processes
+
+
+def _too_far(worst: dict[str, float], means: tuple[str, ...] = ()) -> dict[str, float]:
+    own = {name: gap for name, gap in worst.items() if not name.removeprefix("eval_").startswith(means)}
+    return {name: gap for name, gap in own.items() if gap > _TOLERANCE}
 
 
 def served(job: Job, folder: str, layout: str | None, url: str, port: int) -> list[dict[str, Any]]:
@@ -52,17 +66,24 @@ def served(job: Job, folder: str, layout: str | None, url: str, port: int) -> li
     options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": port}
     job = dataclasses.replace(job, arguments=job.arguments | options | {"vllm_server_timeout": 0.0})
 
+    of_its_own = job.kind == "online_dpo"
+
     def save(trainer: Any) -> None:
-        sync = trainer.vllm_generation.sync_weights
+        sender, name = (trainer, "_move_model_to_vllm") if of_its_own else (trainer.vllm_generation, "sync_weights")
+        sync = getattr(sender, name)
 
         def sync_weights() -> None:
             sync()
             trainer.save_model(f"{folder}/sent-{trainer.state.global_step}")
 
-        trainer.vllm_generation.sync_weights = sync_weights
+        setattr(sender, name, sync_weights)
 
     classes_of(job.kind)
-    with talking():
+    with ExitStack() as stack:
+        stack.enter_context(talking())
+        if of_its_own:  # it asks for the number of a GPU
+            on_cpu = lambda check_available=False: torch.device("cpu")  # noqa: E731
+            stack.enter_context(patch.object(torch.accelerator, "current_accelerator", on_cpu))
         return run(job, folder, layout, before=save)
 
 
@@ -88,7 +109,7 @@ def test_a_server_gets_each_tensor_and_all_ranks_its_completions(name: str, layo
     for history in histories:
         worst = differences(history, expected)
         assert {"loss", "eval_loss", "sampling/sampling_logp_difference/mean"} <= worst.keys() or job.kind != "grpo"
-        assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE}
+        assert not _too_far(worst)
     assert len(sent) == len(plain) >= 3
     for step, (found, theirs) in enumerate(zip(sent, plain, strict=True)):
         if name != "grpo experts":  # TRL sends those of a layer as one tensor
@@ -103,7 +124,7 @@ def test_a_server_gets_each_tensor_and_all_ranks_its_completions(name: str, layo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "teacher", pytest.param("teacher's best", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("name", ["grpo", "teacher", *(pytest.param(each, marks=_CAMPAIGN) for each in _REPLICATED)])
 def test_replicas_get_their_completions(name: str, tmp_path: Path) -> None:
     # Over several steps, each replica would shuffle its own rows.
     given = {"eval_strategy": "no", "gradient_accumulation_steps": 1}
@@ -112,8 +133,11 @@ def test_replicas_get_their_completions(name: str, tmp_path: Path) -> None:
     histories, _ = _with_server(job, tmp_path / "dp2", "dp2")
     for history in histories:
         worst = differences(history, expected)
-        means = "sampling/"  # TRL's means of the means of processes
-        assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE and not name.startswith(means)}
+        assert not {
+            name: gap
+            for name, gap in worst.items()
+            if gap > _TOLERANCE and not name.removeprefix("eval_").startswith(_MEANS_OF_MEANS)
+        }
 
 
 def colocated(
@@ -129,13 +153,21 @@ def colocated(
     return history, engine.updates, engine.calls
 
 
+_OTHER_ENGINES = [
+    (name, layout, size)
+    for name in ("sdpo", "sdft", "iw_opd", "gold", "distillation")
+    for layout, size in (("tp2", 1), ("pp2", 2), ("dp2", 1))
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "size"),
     [
         ("grpo", "tp2pp2", 2),
         ("grpo lora", "tp2", 1),
-        *(pytest.param(*each, marks=pytest.mark.campaign) for each in (("grpo experts", "pp2", 2), ("rloo", "dp2", 1))),
+        *(pytest.param(*each, marks=_CAMPAIGN) for each in (("grpo experts", "pp2", 2), ("rloo", "dp2", 1))),
+        *(pytest.param(*each, marks=_CAMPAIGN) for each in _OTHER_ENGINES),
     ],
 )
 def test_engines_of_the_ranks_get_each_tensor_and_share_the_prompts(
@@ -150,8 +182,12 @@ def test_engines_of_the_ranks_get_each_tensor_and_share_the_prompts(
     found = run_on_ranks(ranks, colocated, job, str(tmp_path / layout), layout, size, timeout_s=300.0)
     for history, updates, calls in found:
         worst = differences(history, expected)
-        means = "sampling/" if layout == "dp2" else "none"  # TRL's means of the means of processes
-        assert not {name: gap for name, gap in worst.items() if gap > _TOLERANCE and not name.startswith(means)}
+        means = _MEANS_OF_MEANS if layout == "dp2" else ()
+        assert not {
+            name: gap
+            for name, gap in worst.items()
+            if gap > _TOLERANCE and not name.removeprefix("eval_").startswith(means)
+        }
         assert calls == slept and len(updates) == len(theirs) >= 3
         for ours, plain in zip(updates, theirs, strict=True):
             if name != "grpo experts":  # TRL sends those of a layer as one tensor

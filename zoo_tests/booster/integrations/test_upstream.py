@@ -5,6 +5,7 @@ Each row of `CALLED` says what a release breaks whose methods do not call the ov
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Iterator
@@ -178,6 +179,23 @@ def test_trl_generates_by_what_we_replace() -> None:
     assert "return prompt_ids, prompt_mask, completion_ids, completion_mask, vision_generation_kwargs" in source
     for each, metric in ((A2POTrainer, "implicit_reward"), (IWOPDTrainer, "iw_opd/mean_weight")):
         assert f'self._metrics[mode]["{metric}"].append(' in inspect.getsource(each)
+
+
+@pytest.mark.parametrize("kind", ["async_grpo", "async_distillation"])
+def test_trl_asks_outside_by_what_we_replace(kind: str) -> None:
+    from booster.integrations.trl_async import BoostedAsyncTrainer
+
+    module = importlib.import_module(f"trl.experimental.{kind}.{kind}_trainer")
+    names = ("VLLMClient", "WeightTransferClient", "AsyncRolloutWorker", "save_lora_adapter")
+    assert all(callable(vars(module).get(name)) for name in (*names, "get_peak_flops_per_device"))
+    trainer = next(each for name, each in vars(module).items() if name.endswith("Trainer") and name.startswith("Async"))
+    for name in ("_streaming_iter", "_sync_weight_merged", "_save_checkpoint", "get_train_dataloader"):
+        assert _takes_what_they_give(getattr(BoostedAsyncTrainer, name), getattr(trainer, name)), name
+    source = inspect.getsource(trainer)
+    assert "self.rollout_queue = self.rollout_worker.rollout_buffer" in source
+    assert source.count("self.accelerator.is_main_process") == 13, "all of them run on all ranks"
+    packing = importlib.import_module("trl.experimental.async_grpo.packing")
+    assert callable(packing.get_target_dtype) and "_flash_attn().flash_attn_varlen_func(" in inspect.getsource(packing)
 
 
 def test_trl_switches_adapters_as_we_do() -> None:

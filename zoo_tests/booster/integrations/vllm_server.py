@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -36,15 +37,17 @@ class StandInServer:
         model: of which it takes names and shapes.
         dies_at: number of tensors after which it is gone, 0 for none of them announced, or path of the request in which
             it is gone; None for never.
+        takes_adapters: whether it loads adapters of LoRA beside its model.
 
     Attributes:
         url: base of its addresses.
-        updates: the tensors of each finished update, by name.
+        updates: the tensors of each finished update, by name, or of each adapter.
         calls: the paths that were asked, in order.
     """
 
-    def __init__(self, model: nn.Module, dies_at: int | str | None = None) -> None:
+    def __init__(self, model: nn.Module, dies_at: int | str | None = None, takes_adapters: bool = False) -> None:
         self.model, self._dies_at = model.eval(), dies_at
+        self._adapters = {"max_lora_rank": 16, "max_loras": 7} if takes_adapters else None
         self.updates: list[dict[str, Tensor]] = []
         self.calls: list[str] = []
         self._arriving: dict[str, Tensor] | None = None
@@ -77,15 +80,20 @@ class StandInServer:
         self.calls.append(path)
         self._die_if_at(path)
         if path.startswith("/server_info"):
-            config = {"weight_transfer_config": {"backend": "nccl"}}
-            return {"vllm_config": config | {"model_config": {"logprobs_mode": "processed_logprobs"}}}
+            model = {"logprobs_mode": "processed_logprobs", "dtype": "float32"}
+            config = {"model_config": model, "weight_transfer_config": {"backend": "nccl"}}
+            config |= {"lora_config": self._adapters, "parallel_config": {"data_parallel_size": 1}}
+            return {"vllm_config": config}
         names = {"/v1/models": {"data": [{"id": "stand-in"}]}, "/get_world_size": {"world_size": 1}, "/health": {}}
+        names |= {"/pause?mode=keep": {}, "/resume": {}}
         actions: dict[str, Callable[[dict[str, Any]], Any]] = {
             "/init_weight_transfer_engine": lambda body: self._join(**body["init_info"]),
             "/start_weight_update": lambda body: self._start(),
             "/update_weights": lambda body: self._receive(**body["update_info"]),
             "/finish_weight_update": lambda body: self._load(),
             "/reset_prefix_cache": lambda body: None,
+            "/v1/load_lora_adapter": lambda body: self._load_adapter(body["lora_path"]),
+            "/v1/unload_lora_adapter": lambda body: None,
             "/v1/completions": self._complete,
         }
         return names[path] if path in names else actions[path](body) or {}
@@ -120,19 +128,30 @@ class StandInServer:
             self.updates.append(self._arriving)
         self._arriving = None
 
+    def _load_adapter(self, folder: str) -> None:
+        assert {each.name for each in Path(folder).iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+        self.updates.append(load_file(f"{folder}/adapter_model.safetensors"))
+
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         if "prompt_logprobs" in body:
             return {"choices": [{"prompt_logprobs": self._scored(text, body)} for text in body["prompt"]]}
         assert self._arriving is None and self.updates, "it generates with the weights of this training"
         generator = torch.Generator().manual_seed(self.calls.count("/v1/completions"))
         choices = []
-        for prompt in body["prompt"]:
+        texts = [self._tokens(each) if isinstance(each, str) else each for each in body["prompt"]]
+        for prompt in texts:
             for _ in range(body["n"]):
                 tokens, log_probs = _sampled(self.model, prompt, body["max_tokens"], body["temperature"], generator)
                 names = [f"token_id:{each}" for each in tokens]
                 told = {"tokens": names, "token_logprobs": log_probs, "top_logprobs": [None] * len(tokens)}
                 choices.append({"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": told})
         return {"choices": choices}
+
+    @staticmethod
+    def _tokens(text: str) -> list[int]:
+        from zoo_tests.booster.integrations.trl_jobs import tokenizer
+
+        return tokenizer()(text)["input_ids"]
 
     @torch.no_grad()
     def _scored(self, text: list[int], body: dict[str, Any]) -> list[dict[str, Any] | None]:
@@ -346,19 +365,24 @@ def talking() -> Iterator[None]:
 
     StandInEngine.made.clear()
     join, retry = VLLMClient.init_communicator, vllm_client.Retry
-    of_client = {
+    group = {
         "get_ip": lambda: "127.0.0.1",
         "NCCLWeightTransferEngine": _Engine,
         "NCCLTrainerSendWeightsArgs": SimpleNamespace,
-        "Retry": lambda **options: retry(**options | {"backoff_factor": 0}),
     }
+    of_client = group | {"Retry": lambda **options: retry(**options | {"backoff_factor": 0})}
+    transfers = [each for name, each in sys.modules.items() if name.startswith("trl.") and name.endswith("_transfer")]
     asking = [each for name, each in sys.modules.items() if name.startswith("trl.") and _ASKED in vars(each)]
     with ExitStack() as stack:
         for module in asking:
             stack.enter_context(patch.object(module, _ASKED, lambda *args, **kwargs: True))
         stack.enter_context(patch.multiple(vllm_client, create=True, **of_client))
+        for module in transfers:  # of the asynchronous trainers
+            stack.enter_context(patch.multiple(module, create=True, get_open_port=free_port, **group))
         engine = {"LLM": StandInEngine, "SamplingParams": SimpleNamespace}
         stack.enter_context(patch.multiple(vllm_generation, create=True, **engine))
+        if (own := sys.modules.get("trl.experimental.online_dpo.online_dpo_trainer")) is not None:
+            stack.enter_context(patch.multiple(own, create=True, SamplingParams=SimpleNamespace))
         # It opens no device.
         stack.enter_context(patch.object(VLLMClient, "init_communicator", lambda self, device: join(self, "cuda")))
         yield

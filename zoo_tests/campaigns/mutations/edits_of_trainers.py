@@ -11,6 +11,7 @@ _TRL = f"{_TESTS}/test_trl_parity.py::test_few_steps_log_what_one_process_logs"
 _GENERATION = f"{_TESTS}/test_trl_generation.py"
 _ROLLOUTS = f"{_TESTS}/test_trl_rollouts.py"
 _SERVER = f"{_TESTS}/test_trl_server.py"
+_QUEUE = f"{_TESTS}/test_trl_async.py"
 _TRL_RESUMED = f"{_TESTS}/test_trl_checkpoints.py::test_training_goes_on_in_another_layout"
 
 EDITS_OF_TRAINERS: dict[str, Edit] = {
@@ -82,8 +83,8 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
     ),
     "TRL: a server gets adapters apart": Edit(
         "booster.integrations.trl_server",
-        'merged = hasattr(model.unwrap(), "peft_config")',
-        "merged = False",
+        'merges = hasattr(trainer.model.unwrap(), "peft_config")',
+        "merges = False",
         (f"{_SERVER}::test_a_server_gets_each_tensor_and_all_ranks_its_completions[grpo lora-tp2]",),
     ),
     "TRL: ranks do not gather what a dead server left": Edit(
@@ -97,6 +98,18 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         "for rank in self._firsts)",
         "for rank in self._firsts[::-1])",
         (f"{_SERVER}::test_engines_of_the_ranks_get_each_tensor_and_share_the_prompts[grpo lora-tp2-1]",),
+    ),
+    "TRL: a queue's rows are those of the first replica": Edit(
+        "booster.integrations.prepared_loader",
+        "value[self._index : self._index + 1]",
+        "value[:1]",
+        (f"{_QUEUE}::test_a_queue_trains_as_in_one_process[grpo-dp2]",),
+    ),
+    "TRL: a segment sees one token too few": Edit(
+        "booster.integrations.trl_async",
+        "places > ends)",
+        "places >= ends.clamp(min=1))",
+        (f"{_QUEUE}::test_segments_attend_along_their_paths[-1-0.0]",),
     ),
     "TRL: metrics of replicas weigh the same": Edit(
         "booster.integrations.replicas",
