@@ -290,15 +290,16 @@ class BoostedAsyncTrainer:
         return super()._compute_loss(_LogitsForHidden(student), inputs)
 
 
-class _LogitsForHidden:
+class _LogitsForHidden(nn.Module):
     """A model whose hidden states are its logits, [batch, seq, vocabulary], and whose head changes nothing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self.config = model, SimpleNamespace(get_text_config=SimpleNamespace)
+        super().__init__()
+        self._run, self.config = partial(model), SimpleNamespace(get_text_config=SimpleNamespace)
 
     def base_model(self, **batch: Any) -> SimpleNamespace:
         """Run the whole model."""
-        return SimpleNamespace(last_hidden_state=self._model(**batch).logits)
+        return SimpleNamespace(last_hidden_state=self._run(**batch).logits)
 
     def get_output_embeddings(self) -> SimpleNamespace:
         """Return a head that gives back what it gets."""
