@@ -89,7 +89,7 @@ _AGAIN = "start one with this model (vllm serve), and go on from the newest chec
 
 def said(error: Exception) -> str:
     """Return what vLLM said, in one line."""
-    return " ".join(str(error).split())[:_LONGEST]
+    return " ".join(str(error).split())[:_LONGEST].rstrip(".")
 
 
 class _OnEachRank:

@@ -138,9 +138,10 @@ class StandInServer:
         assert self._arriving is None and self.updates, "it generates with the weights of this training"
         generator = torch.Generator().manual_seed(self.calls.count("/v1/completions"))
         choices = []
-        texts = [self._tokens(each) if isinstance(each, str) else each for each in body["prompt"]]
+        given = body["prompt"] if isinstance(body["prompt"][0], list | str) else [body["prompt"]]
+        texts = [self._tokens(each) if isinstance(each, str) else each for each in given]
         for prompt in texts:
-            for _ in range(body["n"]):
+            for _ in range(body.get("n", 1)):
                 tokens, log_probs = _sampled(self.model, prompt, body["max_tokens"], body["temperature"], generator)
                 names = [f"token_id:{each}" for each in tokens]
                 told = {"tokens": names, "token_logprobs": log_probs, "top_logprobs": [None] * len(tokens)}
