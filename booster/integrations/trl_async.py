@@ -12,7 +12,6 @@ import queue
 import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -24,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from booster.errors import ConfigurationError
 from booster.integrations.replicas import Replicas
 from booster.integrations.trl_arguments import check_asynchronous
-from booster.integrations.trl_server import ServerError, announced, merged_weights, said
+from booster.integrations.trl_server import ServerError, announced, merged_weights, said, sending
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 from shardformer.attention import log_once
@@ -128,17 +126,7 @@ class _Transfer(_OfFirstRank):
 
     def send_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Send weights, which all ranks gather."""
-
-        def send() -> None:
-            try:
-                self.inside.send_weights(weights)
-            finally:
-                deque(weights, 0)  # the other ranks gather it all
-
-        if dist.get_rank() > 0:
-            with suppress(ConfigurationError):  # of all ranks: the first one says so
-                deque(weights, 0)
-        self._ask("send_weights", send)
+        self._ask("send_weights", sending(lambda stream: self.inside.send_weights(stream), weights))
 
     def destroy(self) -> None:
         """Let its connection go, also where one rank has failed and the others are elsewhere."""

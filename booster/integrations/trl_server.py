@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from booster.errors import ConfigurationError
 from booster.integrations.replicas import Replicas
 from booster.integrations.trl_arguments import ranks_of_replica
 from shardformer.distributed.process_groups import all_gather_json
@@ -51,15 +52,7 @@ class _ClientOfFirstRank:
 
     def update_named_params(self, metadata: list[Any], weights: Iterator[tuple[str, Tensor]]) -> None:
         """Send weights, which all ranks gather."""
-
-        def send() -> None:
-            try:
-                self.client.update_named_params(metadata, weights)
-            finally:
-                deque(weights, 0)  # the other ranks gather it all
-
-        if dist.get_rank() > 0:
-            deque(weights, 0)
+        send = sending(lambda stream: self.client.update_named_params(metadata, stream), weights)
         self._call("update_named_params", send)
 
     def _call(self, name: str, work: Callable[[], Any]) -> Any:
@@ -77,6 +70,21 @@ def merged_weights(trainer: Any, to_rank: int | None = 0) -> Iterator[tuple[str,
     """Return what `save_model` would write, with adapters added to their base, on one rank or on all (None)."""
     merges = hasattr(trainer.model.unwrap(), "peft_config")
     return trainer.accelerator.booster.weights(trainer.model, to_rank=to_rank, merge_adapters=merges)
+
+
+def sending(send: Callable[[Iterator[Any]], None], weights: Iterator[Any]) -> Callable[[], None]:
+    """Return what sends a stream on the first rank, after the other ranks have gathered it."""
+
+    def work() -> None:
+        try:
+            send(weights)
+        finally:
+            deque(weights, 0)  # the other ranks gather it all
+
+    if dist.get_rank() > 0:
+        with suppress(ConfigurationError):  # of all ranks: the first one says so
+            deque(weights, 0)
+    return work
 
 
 def announced(weights: Iterator[tuple[str, Tensor]]) -> list[tuple[str, str, list[int]]]:
