@@ -315,7 +315,8 @@ class BoostedTRLTrainer:
     def _as_wide_on_all_replicas(self, *found: Any) -> tuple[Any, ...]:
         """Pad prompts in front and answers behind as one process does: OnlineDPO's metrics count padding too."""
         pad, index = self.accelerator.pad_across_processes, self._tokenizer.pad_token_id
-        fills = ((index, True), (0, True), (index, False), (0, False))
+        counts = int(self.args.use_vllm)  # TRL's mask counts the padding before prompts that a server gets
+        fills = ((index, True), (counts, True), (index, False), (0, False))
         tensors = (pad(each, 1, fill, first) for each, (fill, first) in zip(found, fills, strict=False))
         return (*tensors, *found[len(fills) :])
 

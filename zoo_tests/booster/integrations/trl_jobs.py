@@ -249,8 +249,9 @@ def trainer_of(job: Job, folder: str, layout: str | None) -> Any:
     if job.outside:
         options |= job.outside | {"reward_funcs": of_length}
         options["processing_class"].response_schema = {}  # `parse_response` is a test's own
-    if job.kind in (*GENERATING, "sdft"):
-        # TRL loads the reference from where the model says that it comes from; the plain run comes first.
+    if job.kind in (*GENERATING, "sdft") or job.arguments.get("vllm_mode") == "colocate":
+        # TRL loads the reference, or an engine's model, from where the model says that it comes from.
+        # The plain run comes first.
         reference = Path(folder).parent / "reference"
         if layout is None and not reference.exists():
             model_of(job, seed=4).save_pretrained(reference)

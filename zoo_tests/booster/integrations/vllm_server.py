@@ -54,6 +54,7 @@ class StandInServer:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self.url = f"http://127.0.0.1:{self._http.server_port}"
         self._group: Any = None
+        self._num_generations = 0
 
     def __enter__(self) -> StandInServer:
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
@@ -136,7 +137,8 @@ class StandInServer:
         if "prompt_logprobs" in body:
             return {"choices": [{"prompt_logprobs": self._scored(text, body)} for text in body["prompt"]]}
         assert self._arriving is None and self.updates, "it generates with the weights of this training"
-        generator = torch.Generator().manual_seed(self.calls.count("/v1/completions"))
+        self._num_generations += 1
+        generator = torch.Generator().manual_seed(self._num_generations)
         choices = []
         given = body["prompt"] if isinstance(body["prompt"][0], list | str) else [body["prompt"]]
         texts = [self._tokens(each) if isinstance(each, str) else each for each in given]
