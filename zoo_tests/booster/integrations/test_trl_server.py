@@ -111,7 +111,7 @@ def test_a_server_gets_each_tensor_and_all_ranks_its_completions(name: str, layo
         worst = differences(history, expected)
         assert {"loss", "eval_loss", "sampling/sampling_logp_difference/mean"} <= worst.keys() or job.kind != "grpo"
         assert not _too_far(worst)
-    assert len(sent) == len(plain) >= 3
+    assert len(sent) == len(plain) >= 2
     for step, (found, theirs) in enumerate(zip(sent, plain, strict=True)):
         if name != "grpo experts":  # TRL sends those of a layer as one tensor
             assert {key: (each.shape, each.dtype) for key, each in found.items()} == {
