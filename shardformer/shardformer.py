@@ -28,9 +28,9 @@ from shardformer.policies.user_policy import SlotPolicyAdapter
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import annotate
 from shardformer.stages.stage import StagePartitioner, StagePlaceholder
-from shardformer.transforms import context_parallel, layout_checks
-from shardformer.transforms.attention_kernels import divide_layers, leave_between_layers, route_attention
+from shardformer.transforms import layout_checks, sequences
 from shardformer.transforms.operator_fusion import fuse_norms, fuse_operators
+from shardformer.transforms.sequences import divide_layers, leave_between_layers, route_attention
 from shardformer.utils.derived_modules import carry_over, change_module
 from shardformer.utils.freed_memory import return_freed_memory
 from shardformer.utils.module_paths import alias_groups, has_module, replace_module, retie, told
@@ -77,8 +77,8 @@ class ModelSharder:
         shared = self._names_on_several_stages(groups)
         shares = self.config.context is not None and self._layer_sequence is None
         positions = self.policy.position_counter() if shares else None
-        has_mixers = context_parallel.can_run_by_document(self.model, self.policy)
-        hides_documents = context_parallel.can_hide_documents(self.model, self.policy)
+        has_mixers = sequences.can_run_by_document(self.model, self.policy)
+        hides_documents = sequences.can_hide_documents(self.model, self.policy)
         if self._cut is not None:
             self._cut.apply()
             self._tell_blocks()
@@ -86,14 +86,14 @@ class ModelSharder:
         if self._is_users_policy:
             keep_head_losses(self.model, self.policy)
         if positions is not None:
-            context_parallel.share_sequences(self.model, self.policy, self.config, positions)
+            sequences.share_sequences(self.model, self.policy, self.config, positions)
         if self._layer_sequence is not None:
             self._divide_layers(self._layer_sequence, by_exchange=True)
             self.model.sequence_is_cut = True
         if has_mixers:
             keep_documents_apart(self.model, [layer for held in self._held_layers() for layer in held])
         if hides_documents:
-            context_parallel.hide_other_documents(self.model)
+            sequences.hide_other_documents(self.model)
         shard_experts(self.model, self.config)
         retie(self.model, tied)
         self._annotate_the_rest()
@@ -166,8 +166,8 @@ class ModelSharder:
         names, held = self.policy.stages.inputs_between, self._held_layers()
         if names:
             runner, layers = (
-                context_parallel.runner_of(self.model, self.policy),
-                context_parallel.layers_of(self.model, self.policy),
+                sequences.runner_of(self.model, self.policy),
+                sequences.layers_of(self.model, self.policy),
             )
             leave_between_layers(runner, names, layers, held, region)
 
@@ -190,7 +190,7 @@ class ModelSharder:
     def _layer_sequence(self) -> layout_checks.LayerSequence | None:
         """What context-parallel ranks share, if it is not the inputs. First accessed before the model is changed."""
         context = self.config.context
-        if context is None or context_parallel.reason_against_sharing(self.model, self.policy) is None:
+        if context is None or sequences.reason_against_sharing(self.model, self.policy) is None:
             return None
         return layout_checks.LayerSequence(context.group)
 

@@ -17,7 +17,10 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.attention.backend import (
@@ -31,6 +34,8 @@ from shardformer.attention.backend import (
     keeps_scores,
     log_once,
 )
+from shardformer.distributed.blocks import joined_blocks
+from shardformer.distributed.collectives import gather_from_region
 from shardformer.distributed.random import in_parallel_region
 from shardformer.distributed.sequence_parallel import UlyssesAllToAll
 
@@ -397,3 +402,70 @@ def _head_dims(config: Any, modules: list[nn.Module]) -> tuple[int, ...]:
 def _number(owner: Any, name: str) -> float:
     value = getattr(owner, name, None)
     return value if isinstance(value, int | float) else 0
+
+
+_FIELDS = "attentions"  # attentions, cross_attentions, encoder_attentions, ...
+
+
+def return_whole_scores(model: nn.Module, head_counts: Collection[int], group: ProcessGroup) -> None:
+    """Let `model` return the scores of all heads if asked; `head_counts`: of the whole model's attentions."""
+    counts = frozenset(head_counts)
+
+    def gather(_: nn.Module, __: tuple, outputs: Any) -> Any:
+        return whole_scores(outputs, counts, group)
+
+    for module in _returning(model):
+        module.register_forward_hook(gather)
+
+
+def _returning(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that return scores: both halves of an encoder-decoder, since `generate` calls one alone."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return [model]
+    halves = [getattr(model, f"get_{half}", lambda: None)() for half in ("encoder", "decoder")]
+    is_known = all(isinstance(half, nn.Module) and half is not model for half in halves) and halves[0] is not halves[1]
+    return halves if is_known else [model]
+
+
+def whole_scores(outputs: Any, head_counts: Collection[int], group: ProcessGroup) -> Any:
+    """Gather the scores of all heads in `outputs`, in place; ValueError if shards do not add up to them."""
+    if not isinstance(outputs, Mapping):
+        return outputs
+    for name, value in outputs.items():
+        if name.endswith(_FIELDS):
+            outputs[name] = _ScoreGather(name, head_counts, group).of(value)
+        elif isinstance(value, Mapping):  # outputs of a tower
+            whole_scores(value, head_counts, group)
+    return outputs
+
+
+class _ScoreGather:
+    """Gathers the scores of one field: tensors [batch, heads, queries, keys] in tuples."""
+
+    def __init__(self, name: str, head_counts: Collection[int], group: ProcessGroup) -> None:
+        self.name, self.head_counts, self.group = name, head_counts, group
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._whole(value)
+        return type(value)(map(self.of, value)) if isinstance(value, tuple | list) else value
+
+    def _whole(self, scores: Tensor) -> Tensor:
+        scores = joined_blocks(scores, 1) if scores.dim() == 4 else scores
+        heads = scores.shape[1] if scores.dim() == 4 else 0
+        parts = torch.zeros(dist.get_world_size(self.group), dtype=torch.int64, device=scores.device)
+        parts[dist.get_rank(self.group)] = heads
+        dist.all_reduce(parts, group=self.group)
+        parts = parts.tolist()
+        if sum(parts) in self.head_counts:
+            most = max(parts)
+            padded = F.pad(scores, (0, 0, 0, 0, 0, most - heads))
+            held = [rank * most + head for rank, count in enumerate(parts) for head in range(count)]
+            whole = gather_from_region(padded, 1, self.group)
+            return whole if len(held) == whole.shape[1] else whole[:, held]
+        if set(parts) <= set(self.head_counts):  # all ranks run all heads
+            return scores
+        raise ValueError(
+            f"{self.name} has {parts} heads on the ranks that share a layer, which do not make up "
+            f"{sorted(self.head_counts)}; use output_attentions=False, or tp_size=1"
+        )

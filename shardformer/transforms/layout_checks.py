@@ -44,7 +44,7 @@ from shardformer.policies.module_edits import read_norms_of_heads, shard_own_par
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.registry import head_loss_of
 from shardformer.shard_config import ShardConfig
-from shardformer.transforms.context_parallel import (
+from shardformer.transforms.sequences import (
     counting_reasons,
     mixers_of_layers,
     reader_of_tokens,

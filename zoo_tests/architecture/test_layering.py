@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+import shardformer
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIBRARY = ("shardformer", "booster", "plugins/hybrid_parallel", "hybrid_booster")
 ALL = (*LIBRARY, "examples", "benchmarks", "zoo_tests")
@@ -174,6 +176,10 @@ def prose_of(path: Path) -> Iterator[str]:
 
 def test_the_library_is_found() -> None:
     assert {"shardformer", "booster", "booster.launch", "plugins.hybrid_parallel"} <= modules().keys()
+
+
+def test_names_that_are_imported_on_demand_are_listed() -> None:
+    assert {*shardformer.__all__} <= {*dir(shardformer)}
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)

@@ -32,7 +32,7 @@ ALLOWED = {
     "shardformer/distributed/blocks.py:_BLOCKS_OF": "released with the process group that it describes",
     "shardformer/distributed/process_groups.py:_OF_WORLD": "released with torch's default process group",
     "shardformer/lazy/recording.py:_is_recording": "a ContextVar: set by a context manager",
-    "shardformer/transforms/context_parallel.py:_running": "a ContextVar: set by hooks around a forward pass",
+    "shardformer/transforms/sequences.py:_running": "a ContextVar: set by hooks around a forward pass",
     "shardformer/matmul/float8.py:_KERNELS": "weak: operators of graphs take names, not objects",
     "shardformer/utils/untraced.py:_OPERATORS": "filled by a decorator, when modules are imported",
     "shardformer/utils/untraced.py:saved_results": "a ContextVar: set by a context manager",

@@ -23,7 +23,7 @@ from shardformer.peft import adapters_detached, model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.shardformer import ModelSharder
 from shardformer.stages.stage import StagePartitioner
-from shardformer.transforms.context_parallel import mixers_of_layers, reason_against_sharing
+from shardformer.transforms.sequences import mixers_of_layers, reason_against_sharing
 from shardformer.utils.module_paths import alias_groups
 
 

@@ -28,7 +28,7 @@ from shardformer.loss.terms import count_own_targets
 from shardformer.peft import model_inside
 from shardformer.policies.user_policy import TPInfoPolicy
 from shardformer.shardformer import as_policy
-from shardformer.transforms.context_parallel import separate_documents
+from shardformer.transforms.sequences import separate_documents
 from shardformer.utils.untraced import is_compiler_loaded, prepare_tracing
 
 _logger = get_logger(__name__)

@@ -174,7 +174,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (f"{_KEPT_APART}::test_what_is_counted_from_the_start_of_a_row_is_refused",),
     ),
     "masks without positions let documents see each other": Edit(
-        "shardformer.transforms.context_parallel",
+        "shardformer.transforms.sequences",
         " & (numbers[row, query] == numbers[row, key])",
         "",
         (f"{_KEPT_APART}::test_an_encoder_keeps_documents_apart[Bert]",),
@@ -192,7 +192,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
         (f"{_SHARDFORMER}/attention/test_flash_attn.py::{_WITHOUT_PACKAGE}[Mistral-True]",),
     ),
     "scores of uneven heads padded in front": Edit(
-        "shardformer.transforms.attention_kernels",
+        "shardformer.attention.registry",
         "(0, 0, 0, 0, 0, most - heads)",
         "(0, 0, 0, 0, most - heads, 0)",
         (f"{_SHARDFORMER}/test_generation.py::test_further_ways_to_generate_with_heads_that_ranks_share_unevenly",),

@@ -1,4 +1,6 @@
-"""What context parallelism asks of a model and changes in it, and packed documents in models without `position_ids`.
+"""Sequences that ranks share: what this asks of a model and changes in it, and the kernels of its attentions.
+
+Over `cp` ranks whole models share sequences, over `tp` ranks the layers do.
 
 Token mixers - state spaces, linear attention and short convolutions - need the tokens in front, which other ranks have.
 So each rank runs a mixer over whole sequences and keeps its own shard of what it returns: attention, experts,
@@ -16,26 +18,38 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardformer.attention import packed_documents, uses_registry
+from shardformer.attention import (
+    packed_documents,
+    route_own_attention,
+    use_backend,
+    use_sharded_attention,
+    uses_registry,
+)
 from shardformer.attention.packed_documents import POSITIONS, TOKENS
-from shardformer.context_parallel.attention import gather_behind_layer, gather_behind_reader
+from shardformer.attention.registry import return_whole_scores
+from shardformer.context_parallel.attention import gather_behind_layer, gather_behind_reader, use_context_attention
 from shardformer.context_parallel.zigzag import Positions, ZigzagSharding, cut_features, cut_inputs, restarts
+from shardformer.distributed import sequence_parallel
+from shardformer.distributed.blocks import rank_of_draws
 from shardformer.distributed.collectives import pad_dim
-from shardformer.distributed.sequence_parallel import count_whole_sequences, first_output
+from shardformer.distributed.sequence_parallel import BlockedSequence, SequenceParallel, UlyssesAllToAll
 from shardformer.policies.base import Policy
 from shardformer.policies.registry import head_loss_of, policy_for
 from shardformer.shard_config import ShardConfig
+from shardformer.stages.placeholders import LayerInputs
 from shardformer.stages.stage import StagePlaceholder
-from shardformer.utils.module_paths import text_config
+from shardformer.utils.module_paths import by_layer, text_config
 from shardformer.utils.source import counts_positions, syntax_of
+from shardformer.utils.untraced import call_through
 
 _MASK = "attention_mask"
 
@@ -70,7 +84,7 @@ def _run_whole(mixer: nn.Module, axis: ZigzagSharding, whole_masks: WeakIdKeyDic
         return bound.args, bound.kwargs
 
     mixer.register_forward_pre_hook(gather, with_kwargs=True)
-    mixer.register_forward_hook(lambda _, __, output: first_output(output, axis.take))
+    mixer.register_forward_hook(lambda _, __, output: sequence_parallel.first_output(output, axis.take))
 
 
 def layers_of(model: nn.Module, policy: Policy) -> nn.ModuleList:
@@ -160,7 +174,7 @@ def share_sequences(model: nn.Module, policy: Policy, config: ShardConfig, posit
     model.context_axis, model.sequence_is_cut = axis, True
     model.returns_parts = head is not None and head.per_token
     layers = layers_of(model, policy)
-    count_whole_sequences(model, layers, axis.positions_of_part)
+    sequence_parallel.count_whole_sequences(model, layers, axis.positions_of_part)
     run_on_whole_sequences(mixers_of_layers(model, policy), axis)
     if not model.returns_parts and not isinstance(layers[-1], StagePlaceholder):
         if any(child is layers for child in reader.children()):
@@ -311,3 +325,112 @@ def _calls_with_more(module: nn.Module) -> bool:
     targets = {node.id for loop in loops for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     of_layers = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in targets]
     return bool(of_layers) and all(any(word.arg is None for word in call.keywords) for call in of_layers)
+
+
+def route_attention(
+    model: nn.Module,
+    policy: Policy,
+    config: ShardConfig,
+    held_layers: Callable[[], list[list[nn.Module]]],
+    exchanged: SequenceParallel | None,
+    device: torch.device,
+) -> None:
+    """Route the attentions of `model` through the kernel that the options ask for.
+
+    Args:
+        held_layers: returns the layers of this rank, by lists of consecutive ones.
+        exchanged: the parts of sequences that attention in these layers exchanges for heads; None if it does not.
+    """
+    shares_inputs = config.context is not None and exchanged is None
+    if exchanged is not None or (config.enable_flash_attention and config.context is None):
+        route_own_attention(model, policy.own_attention)
+    if config.enable_flash_attention:
+        dtype = config.compute_dtype or next(model.parameters(), torch.empty(0)).dtype
+        use_backend(model, config.enable_flash_attention, device, dtype, not config.inference_only)
+    layers = [layer for held in held_layers() for layer in held] if shares_inputs or exchanged is not None else []
+    if shares_inputs:
+        use_context_attention(model, layers, config.context_parallel_mode, config.context)
+    exchange = None if exchanged is None else UlyssesAllToAll(exchanged)
+    if config.tensor_parallel_size > 1 and policy.cuts_attention:
+        use_sharded_attention(model, rank_of_draws(config.group), exchange, layers)
+        return_whole_scores(model, policy.head_counts().values(), config.group)
+    elif config.enable_flash_attention or exchange is not None:
+        use_sharded_attention(model, None, exchange, layers)
+
+
+def divide_layers(
+    model: nn.Module, lists: Iterable[list[nn.Module]], region: SequenceParallel, by_exchange: bool
+) -> None:
+    """Let layers see parts of sequences, which are whole before and after each list of layers.
+
+    Args:
+        by_exchange: whether attention exchanges parts for heads, so that layers read the positions of their parts.
+    """
+    for layers in filter(None, lists):
+        if getattr(layers[0], "sees_whole_sequences", False):
+            continue
+        sequence_parallel.wrap_layers(layers, region)
+        for layer in layers:
+            sequence_parallel.slice_other_tokens(layer, region)
+        for layer in layers if by_exchange else ():
+            sequence_parallel.slice_positions(layer, region)
+        sequence_parallel.count_whole_sequences(model, layers if by_exchange else (), region.positions_of_part)
+        if isinstance(region, BlockedSequence):
+            sequence_parallel.use_parameters_by_block(layers, region)
+    if isinstance(region, BlockedSequence) and not region.is_cut:
+        sequence_parallel.return_whole_states(model, region)
+
+
+def leave_between_layers(
+    runner: nn.Module,
+    names: Collection[str],
+    layers: Iterable[nn.Module],
+    held: Iterable[list[nn.Module]],
+    region: SequenceParallel,
+) -> None:
+    """Let sequences be whole where `runner`, the module around the layers, adds features of a layer to their states.
+
+    Args:
+        names: inputs of `runner` with features for some layers; it adds them in front of a layer or behind it.
+        region: the parts of sequences that layers have.
+    """
+    inputs, gaps = LayerInputs(runner), _Gaps(region)
+    numbers = {layer: number for number, layer in enumerate(layers)}
+
+    def begin(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        gaps.begin({number for name in names for number in by_layer(inputs.get(name, args, kwargs))})
+
+    runner.register_forward_pre_hook(begin, with_kwargs=True)
+    for chain in held:
+        for layer in chain:
+            # Outside of hooks, which run again where layers are recomputed, then perhaps after another pass has begun.
+            call_through(
+                layer, gaps.around(numbers[layer], enters=layer is not chain[0], leaves=layer is not chain[-1])
+            )
+
+
+class _Gaps:
+    """Places between the layers of a region where sequences are whole in the pass that runs."""
+
+    def __init__(self, region: SequenceParallel) -> None:
+        self.region, self.is_whole = region, False
+        self.numbers: Collection[int] = ()
+
+    def begin(self, numbers: Collection[int]) -> None:
+        """Begin a pass with features for the layers of these numbers."""
+        self.numbers, self.is_whole = numbers, False
+
+    def around(self, number: int, enters: bool, leaves: bool) -> Callable[..., Any]:
+        """Return the outer call of a layer; the region itself is entered at its first and left at its last layer."""
+
+        def outer(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+            if enters and self.is_whole:
+                args, kwargs = sequence_parallel.first_input(args, kwargs, self.region.enter)
+                self.is_whole = False
+            output = call(*args, **kwargs)
+            if leaves and not {number, number + 1}.isdisjoint(self.numbers):
+                output = sequence_parallel.first_output(output, self.region.leave)
+                self.is_whole = True
+            return output
+
+        return outer
