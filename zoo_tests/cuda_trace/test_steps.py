@@ -34,10 +34,12 @@ _LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "ep2": ({"ep_size": 2}, 1),
     "fp8": ({"tp_size": 2, "precision": "fp8"}, 0),
     "fp8 rowwise": ({"tp_size": 2, "precision": "fp8", "fp8_recipe": "rowwise"}, 0),
+    "fp8 zero3": ({"dp_size": 2, "zero_stage": 3, "precision": "fp8"}, 1),
     "operators": ({"tp_size": 2, "gradient_checkpointing": "operators"}, 0),
 }
 _SAMPLE = {
     ("llama", "cp2"),
+    ("llama", "fp8 zero3"),
     ("llama", "operators"),
     ("bert", "tp2"),
     ("gpt2", "dp2"),
