@@ -39,6 +39,7 @@ from shardformer.distributed.collectives import (
     reduce_scatter,
     split_to_region,
     start_reduce_scatter,
+    without_base,
 )
 from shardformer.shard_spec import pad_to_multiple
 from shardformer.utils.derived_modules import derive, replace_modules
@@ -495,7 +496,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: BlockedSequence, length: int, *parts: Tensor) -> Tensor:
         ctx.region = region
-        return region.whole_of(parts, length)
+        return without_base(region.whole_of(parts, length))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

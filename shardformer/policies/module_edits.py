@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -24,6 +25,7 @@ from shardformer.distributed.collectives import (
 from shardformer.layers import ParallelDropout
 from shardformer.layers.linear import column_spec, copies_group, in_features, out_features, row_spec
 from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
+from shardformer.utils.derived_modules import derive
 from shardformer.utils.module_paths import alias_parameters
 
 _ROUNDED_BYTES = 2  # of a 16-bit value
@@ -108,19 +110,32 @@ def shard_channels(owner: nn.Module, *, name: str, parts: tuple[Part, ...], grou
     conv.groups = conv.in_channels = conv.out_channels = conv.weight.shape[0]
 
 
-def skip_idle_casts(module: nn.Module) -> None:
-    """Let `module.to(dtype)` return at once if the module has that dtype already.
+def cast_routers_by_use(model: nn.Module) -> None:
+    """Let routers with a dtype of their own, which cast their classifier in every forward, leave it as it is."""
+    for router in list(model.modules()):
+        is_own = isinstance(vars(router).get("dtype"), torch.dtype)
+        if is_own and type(router._modules.get("classifier")) is nn.Linear:
+            cast_by_use(router, "classifier")
 
-    Some routers cast their weights in every forward; torch's cast reads the gradients, which a pipeline hides between
-    the micro-batches of a step.
+
+def cast_by_use(owner: nn.Module, name: str) -> None:
+    """Let `to(dtype)` of the linear layer change nothing, and the layer compute in the dtype of its input.
+
+    torch's cast would take the parameters from their optimizer. It also reads gradients, which are hidden between the
+    micro-batches of a step.
     """
-    native = module.to
+    linear = getattr(owner, name)
+    if not isinstance(linear, _CastByUse):
+        setattr(owner, name, derive(linear, _CastByUse))
 
-    def to(*args: Any, **kwargs: Any) -> nn.Module:
-        is_idle = len(args) == 1 and not kwargs and all(each.dtype == args[0] for each in module.parameters())
-        return module if is_idle else native(*args, **kwargs)
 
-    module.to = to
+class _CastByUse(nn.Module):
+    def to(self, *_: Any, **__: Any) -> nn.Module:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:

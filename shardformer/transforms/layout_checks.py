@@ -293,7 +293,7 @@ _LAYERS = (
 )
 _STYLES = frozenset(
     ("colwise", "colwise_gather_output", "colwise_rep", "fused_colwise", "rowwise", "packed_colwise", "packed_rowwise")
-    + ("embedding_rowwise", "embedding_colwise", "dropout", "moe_tp_experts", "skips_idle_casts", "local_params")
+    + ("embedding_rowwise", "embedding_colwise", "dropout", "moe_tp_experts", "cast_by_use", "local_params")
     + ("replicate", "sequence_parallel", "replicated_with_grad_allreduce")
     + (MIXER,)  # whole in blocks
 )

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
+from zoo_tests.campaigns.census.classes import HeadClass
+from zoo_tests.campaigns.census.trained import twin_of
 from zoo_tests.harness.case import Case, Recipe, share_of
 from zoo_tests.harness.compare import check_case, tolerance_of
 from zoo_tests.harness.ranks import run_on_ranks
@@ -217,3 +219,29 @@ def _one_short_parameter_comes_first() -> None:
 @pytest.mark.slow
 def test_the_dtype_of_a_model_is_not_that_of_its_first_parameter() -> None:
     run_on_ranks(2, _one_short_parameter_comes_first)
+
+
+def _trained_router(precision: str) -> None:
+    """Two micro-batches of a SwitchTransformers, whose router casts its classifier in every forward."""
+    twin = twin_of(HeadClass("switch_transformers", "SwitchTransformersForConditionalGeneration"))
+    plain, model = twin.build(), twin.build()
+    batch = twin.batch(plain, 0, 4)
+    expected = plain(**batch).loss
+    expected.backward()
+    booster = Booster(plugin=HybridParallelPlugin(precision=precision, num_microbatches=2))
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    routers = {name: param for name, param in model.unwrap().named_parameters() if "router" in name}
+    before = {name: param.detach().clone() for name, param in routers.items()}
+    loss = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer).loss
+    torch.testing.assert_close(loss.float(), expected, rtol=1e-5 if precision == "fp32" else 1e-2, atol=0)
+    gradients = optimizer.full_gradients()
+    optimizer.step()
+    for name, param in routers.items():
+        assert not torch.equal(param, before[name]) and param.dtype == before[name].dtype
+        if precision == "fp32":
+            torch.testing.assert_close(gradients[name], plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_routers_that_cast_their_classifier_train_in_micro_batches_and_in_16_bit(precision: str) -> None:
+    run_on_ranks(1, _trained_router, precision)

@@ -26,6 +26,7 @@ from shardformer.distributed.random import SharedStream
 from shardformer.layers.parallel_module import defer_partial_sums
 from shardformer.loss.terms import count_own_targets
 from shardformer.peft import model_inside
+from shardformer.policies.module_edits import cast_routers_by_use
 from shardformer.policies.user_policy import TPInfoPolicy
 from shardformer.shardformer import as_policy
 from shardformer.transforms.sequences import separate_documents
@@ -71,6 +72,7 @@ def build_model(
     for feature in features:
         feature.prepare(model)
     count_own_targets(model_inside(model))
+    cast_routers_by_use(model)
     shared = shard_model(model, config, mesh)
     held = fill(model, reader, config, mesh, trains)
     model.to(mesh.device)

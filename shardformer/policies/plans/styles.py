@@ -27,6 +27,7 @@ from shardformer.policies.base import (
 )
 from shardformer.policies.mixers import MIXER, rule_of
 from shardformer.policies.module_edits import (
+    cast_by_use,
     divide_bias_of_partial_sums,
     drop_behind_activation,
     reduce_shared_experts,
@@ -35,7 +36,6 @@ from shardformer.policies.module_edits import (
     shard_own_parameter,
     share_expert_inputs,
     share_input_of_normed_experts,
-    skip_idle_casts,
     sum_gradient_of_parameter,
     sum_gradient_of_rotary_part,
     use_local_biases,
@@ -211,8 +211,8 @@ def _latent_key_value(policy: Policy, owner: nn.Module, name: str) -> PartChange
     return lambda module: sum_gradient_of_rotary_part(getattr(module, name), size, policy.shard_config.group)
 
 
-def _skips_idle_casts(policy: Policy, owner: nn.Module, name: str) -> PartChange:
-    return lambda module: skip_idle_casts(getattr(module, name))
+def _cast_by_use(policy: Policy, owner: nn.Module, name: str) -> PartChange:
+    return lambda module: cast_by_use(module, name)
 
 
 def _by_rule(policy: Policy, owner: nn.Module, name: str) -> PartChange | None:
@@ -262,7 +262,7 @@ STYLES: dict[str, Style] = {
     "draws_per_rank": _draws_per_rank,
     "local_biases": _local_biases,
     "local_params": _nothing,
-    "skips_idle_casts": _skips_idle_casts,
+    "cast_by_use": _cast_by_use,
     MIXER: _by_rule,
     "replicate": _nothing,
     "sequence_parallel": _nothing,  # norms between regions: full sequences give the same result

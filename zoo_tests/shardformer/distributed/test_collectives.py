@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardformer.distributed.blocks import Blocks
 from shardformer.distributed.collectives import (
     all_gather,
     all_to_all,
@@ -21,6 +22,7 @@ from shardformer.distributed.collectives import (
     reduce_scatter,
     split_to_region,
 )
+from shardformer.distributed.sequence_parallel import BlockedSequence
 from zoo_tests.harness.native import EXACT, known
 from zoo_tests.harness.ranks import distributed
 
@@ -60,14 +62,16 @@ def test_all_gather_and_reduce_scatter_are_each_others_gradient(size: int) -> No
 
 @distributed(_RANKS)
 def test_models_may_change_what_they_get_in_place() -> None:
-    """OLMoE clamps its gathered projections; also where a dim of 1 spares the collective a copy."""
+    """OLMoE clamps its gathered projections, routers with jitter scale hidden states; also where no copy is needed."""
     group, weights = dist.group.WORLD, known(20, 20, 20, seed=1)
+    blocked = BlockedSequence(group, Blocks(2, range(2), sequence_count=2), is_cut=False)
     collectives = {
         "gather": lambda x, dim: gather_from_region(x, dim, group),
         "trimmed": lambda x, dim: gather_from_region(x, dim, group, _RANKS * x.shape[dim] - 1),
         "split": lambda x, dim: split_to_region(x, dim, group),
         "all-gather": lambda x, dim: all_gather(x, dim, group, _RANKS * x.shape[dim]),
         "reduce-scatter": lambda x, dim: reduce_scatter(x, dim, group),
+        "blocks": lambda x, dim: blocked.gather(blocked.enter(x)),
     }
     for shape, dim, call in product(((4, 3, 5), (1, 3, 5), (1, 1, 2)), range(3), collectives.values()):
         x, twin = known(*shape, grad=True), known(*shape, grad=True)
