@@ -1,7 +1,5 @@
 """Sequences that ranks share: what this asks of a model and changes in it, and the kernels of its attentions.
 
-Over `cp` ranks whole models share sequences, over `tp` ranks the layers do.
-
 Token mixers - state spaces, linear attention and short convolutions - need the tokens in front, which other ranks have.
 So each rank runs a mixer over whole sequences and keeps its own shard of what it returns: attention, experts,
 embeddings and the loss are shared, a mixer is not. Every rank computes the gradients that its own tokens cause, and
