@@ -19,6 +19,7 @@ from plugins.hybrid_parallel.planner.stage_map import ModelMap
 
 # Both systems fuse most operators between matrix products; transformers runs them one by one.
 _FUSED = 0.4
+_GRAND_TETON = 0.85 * 2.4e12  # bytes per second of the memory of torchtitan's devices
 _MEGATRON = "arXiv 2104.04473, table 1"
 _LLAMA = "arXiv 2407.21783, table 4"
 
@@ -53,7 +54,9 @@ def report(quick: bool) -> str:
     """Return the section of the results page."""
     step = 6 if quick else 1
     known, blind = [*_megatron_runs(), *llama_runs()][::step], [*_blind_runs()][::step]
+    later = [*_later_runs()][::step]
     errors: list[float] = []
+    more: list[float] = []
     return "\n".join(
         [
             "## Published runs",
@@ -77,8 +80,29 @@ def report(quick: bool) -> str:
             "",
             *_table(blind, errors),
             "",
-            f"Mean error {100 * statistics.mean(map(abs, errors)):.0f} %, median "
-            f"{100 * statistics.median(map(abs, errors)):.0f} %, largest {100 * max(map(abs, errors)):.0f} %.",
+            _summary(errors),
+            "",
+            "## Blind predictions, second set",
+            "",
+            "Further runs, after the planner had learned products in 8 bit and the head's kernels of GPUs; nothing is "
+            "fitted. Ours leaves experts and heads in bf16, and FSDP in FP8 is predicted as ZeRO 2. Of a run whose "
+            "recomputation neither table nor recipe names, none is assumed. Left out are Qwen3 235B, whose "
+            "experts are spread over tensor-parallel ranks, and torchtitan's 405B, with asynchronous tensor "
+            "parallelism.",
+            "",
+            "Experts showed three mistakes, which were mended: a rank read the weights of all experts, messages of an "
+            "exchange waited for one another, and attention with values of another width than keys had scores in "
+            "memory. Before, steps of DeepSeek V3 were predicted at 2.64 and 2.22 of the published time, Kimi K2 at "
+            "2.37, Qwen3 at 1.84, GPT-OSS at 2.97 and 1.51; the median error was 48 %. What is left is ours: every "
+            "choice of a token travels, where NeMo sends a token once to a machine, and GPT-OSS' sinks have scores in "
+            "memory.",
+            "",
+            "torchtitan's long rows show what is not known of its devices: attention has half of the peak here, and a "
+            "sixth there under a limit of 500 W. FP8 makes its 8B 1.28 and 1.29 times as fast, and 1.30 here.",
+            "",
+            *_table(later, more),
+            "",
+            _summary(more),
             "",
         ]
     )
@@ -87,18 +111,27 @@ def report(quick: bool) -> str:
 def _table(runs: Sequence[Run], errors: list[float]) -> list[str]:
     """Return the lines of a table, and add the relative error of each run to `errors`."""
     rows = [
-        "| Run | Source | Layout | Published | Predicted | Predicted / published | Where the time goes |",
-        "|---|---|---|---|---|---|---|",
+        "| Run | Source | Layout | Published | Predicted | Predicted / published | Tokens/s a device, published and "
+        "predicted | TFLOP/s, predicted | Where the time goes |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for run in runs:
         best = _fastest(run)
         ratio = best.seconds.total / run.seconds
-        errors.append(ratio - 1)
+        errors.append(1 / ratio - 1)
+        layout, rate = best.layout, best.model_flops / best.seconds.total / best.layout.world_size
+        tokens = layout.dp_size * layout.num_microbatches * layout.rows * run.length / layout.world_size
         rows.append(
             f"| {run.name} | {run.source} | {best.layout} | {run.seconds:.2f} s | {best.seconds.total:.2f} s | "
-            f"{ratio:.2f} | {_shares(best)} |"
+            f"{ratio:.2f} | {tokens / run.seconds:,.0f}, {tokens / best.seconds.total:,.0f} | {rate / 1e12:.0f} | "
+            f"{_shares(best)} |"
         )
     return rows
+
+
+def _summary(errors: Sequence[float]) -> str:
+    mean, median, most = (100 * each(list(map(abs, errors))) for each in (statistics.mean, statistics.median, max))
+    return f"Tokens/s: mean error {mean:.0f} %, median {median:.0f} %, largest {most:.0f} %."
 
 
 def fused_device(name: str) -> Device:
@@ -109,7 +142,7 @@ def fused_device(name: str) -> Device:
 def _fastest(run: Run) -> Prediction:
     # Only the time is asked for: some of these devices have more memory than the preset.
     device = preset(run.device, elementwise=run.elementwise, memory=1e15, bandwidth=run.bandwidth)
-    predictor = Predictor(ModelMap(run.build), Profiler(run.build, run.length, device, "bf16"))
+    predictor = Predictor(ModelMap(run.build), Profiler(run.build, run.length, device, run.layouts[0].precision))
     predictions = [predictor.predict(layout) for layout in run.layouts]
     return min(predictions, key=lambda each: each.seconds.total)
 
@@ -222,13 +255,83 @@ def _blind_runs() -> Iterator[Run]:
         ),
     )
     for name, source, build, layout, length, rate, elementwise in table:
-        samples = layout.dp_size * layout.num_microbatches * layout.rows
-        seconds = samples * length / layout.world_size / rate
-        bandwidth = 0.85 * 2.4e12 if source.startswith(titan) else None
-        yield Run(f"{name} H100", source, "H100", partial(build), (layout,), length, seconds, elementwise, bandwidth)
+        yield _run(f"{name} H100", source, build, layout, length, rate, elementwise)
 
 
-def _fsdp(dp_size: int, count: int, rows: int, recomputation: str | None, **sizes: int) -> Layout:
+def _later_runs() -> Iterator[Run]:
+    """Yield further runs of these systems, most of them in FP8."""
+    for row in (*_later_torchtitan(), *_later_nemo()):
+        yield _run(*row)
+
+
+def _later_torchtitan() -> Iterator[Sequence[Any]]:
+    """Yield name, source, model, layout, length, tokens a second on a device, elementwise."""
+    dense, more = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table ", "torchtitan, pull request 1690"
+    tensor = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
+    trainy = "torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
+    sharded = partial(_fsdp, precision="fp8", zero_stage=2)
+    of_both: dict[str, Any] = {"tp_size": 8, "sequence": True}
+    for table, count, rate in (("1", 8, 8532), ("3", 128, 8380)):
+        layout = sharded(count, 1, 2, "operators")
+        yield f"8B FP8, {count} H100", dense + table, _llama_8b, layout, 8192, rate, _FUSED
+    for cp, length, rate in ((1, 32768, 3890), (2, 65536, 2540), (4, 131072, 1071), (8, 262144, 548)):
+        layout, build = sharded(8 // cp, 1, 1, "full", cp_size=cp), partial(_llama, length, 4096, 14336, 32, 32)
+        yield f"8B FP8, 8 H100, {length} tokens", dense + "2", build, layout, length, rate, _FUSED
+    layout = sharded(32, 1, 16, "full", **of_both)
+    yield "70B FP8, 256 H100", dense + "4", _llama_70b, layout, 8192, 829, _FUSED
+    yield "70B, 256 H100", tensor, _llama_70b, _fsdp(32, 1, 16, "full", **of_both), 8192, 597, _FUSED
+    yield "Qwen3 32B, 8 H100", more, _qwen3_32b, _fsdp(8, 1, 2, "full"), 4096, 1874, _FUSED
+    for dp_size, rate in ((4, 883), (8, 873)):
+        layout = _fsdp(dp_size, 1, 32, "full", **of_both)
+        yield f"Qwen3 32B eager, {8 * dp_size} H100", more, _qwen3_32b, layout, 4096, rate, 1.0
+    for count, rate in ((32, 10938), (64, 10753)):
+        yield f"8B FP8, {count} H200", trainy, _llama_8b, sharded(count, 1, 2, "operators"), 8192, rate, _FUSED
+
+
+def _later_nemo() -> Iterator[Sequence[Any]]:
+    """Yield what `_later_torchtitan` yields."""
+    auto, bridge = (
+        "NeMo Automodel, docs/performance-summary.mdx",
+        "Megatron-Bridge, docs/performance-summary-archive.md, ",
+    )
+    oss = partial(_gpt_oss, 36, 128)
+    yield "GPT-OSS 120B, 64 H100", auto, oss, _fsdp(64, 4, 2, "full", ep_size=64), 4096, 7626, _FUSED
+    yield "DeepSeek V3, 256 H100", auto, _deepseek, _stages(64, 4, 8, 8, ep_size=64), 4096, 1002, _FUSED
+    yield "DeepSeek V3, 1024 H100", auto, _deepseek, _stages(256, 4, 32, 8, ep_size=64), 4096, 865, _FUSED
+    kimi = partial(_deepseek, 64, 384, 1, 163840)
+    yield "Kimi K2, 256 H100", auto, kimi, _stages(32, 8, 16, 4, ep_size=32), 4096, 924, _FUSED
+    layout = _fsdp(8, 16, 1, 5 / 32, precision="fp8", zero_stage=2)
+    yield "8B FP8, 8 H100", bridge + "25.11", _llama_8b, layout, 8192, 14451, _FUSED
+    chunked = partial(Layout, sequence=True, pp_style="interleaved", precision="fp8")
+    layout = chunked(2, 4, 8, num_chunks=5, num_microbatches=128)
+    yield "70B FP8, 64 H100", bridge + "26.04.01", _llama_70b, layout, 8192, 1664, _FUSED
+    layout = _Unchecked(**vars(chunked(8, 8, 8, 2, num_chunks=8, num_microbatches=192)))
+    yield "405B FP8, 1024 H100", bridge + "26.06", partial(_llama, 8192), layout, 8192, 326, _FUSED
+    layout = chunked(2, 4, 4, num_chunks=5, num_microbatches=16)
+    yield "70B FP8 SFT, 32 H100", bridge + "26.06", _llama_70b, layout, 4096, 1638, _FUSED
+    layout = chunked(1, 2, 4, num_chunks=20, num_microbatches=32)
+    yield "70B FP8 LoRA, 8 H100", bridge + "26.06", partial(_lora, _llama_70b), layout, 4096, 2643, _FUSED
+    layout = Layout(16, 1, 1, ep_size=16, num_microbatches=64, precision="fp8")
+    yield "Qwen3 30B-A3B FP8, 16 H100", bridge + "26.06", _qwen3_moe, layout, 4096, 8826, _FUSED
+    layout = Layout(16, 1, 4, ep_size=8, num_microbatches=80)
+    yield "GPT-OSS 120B, 64 H100", bridge + "26.04.01", oss, layout, 4096, 5824, _FUSED
+
+
+def _run(
+    name: str, source: str, build: Callable[[], nn.Module], layout: Layout, length: int, rate: float, elementwise: float
+) -> Run:
+    seconds = layout.dp_size * layout.num_microbatches * layout.rows * length / layout.world_size / rate
+    device = name.split()[-1] if "tokens" not in name else "H100"
+    bandwidth = _GRAND_TETON if source.startswith("torchtitan") and device == "H100" else None
+    return Run(name, source, device, partial(build), (layout,), length, seconds, elementwise, bandwidth)
+
+
+def _stages(dp_size: int, pp_size: int, count: int, chunks: int, **sizes: int) -> Layout:
+    options = {"pp_style": "interleaved", "num_chunks": chunks, "recomputation": "full", "zero_stage": 3}
+    return Layout(dp_size, 1, pp_size, num_microbatches=count, **options, **sizes)
+
+
+def _fsdp(dp_size: int, count: int, rows: int, recomputation: str | float | None, **sizes: Any) -> Layout:
     options = {"num_microbatches": count, "rows": rows, "recomputation": recomputation, "zero_stage": 3}
     return _Unchecked(**{"dp_size": dp_size, "tp_size": 1, "pp_size": 1, **options, **sizes})
 
@@ -295,6 +398,26 @@ def _qwen3_moe() -> nn.Module:
         norm_topk_prob=True, tie_word_embeddings=False,
     )  # fmt: skip
     return Qwen3MoeForCausalLM(config)
+
+
+def _qwen3_32b() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def _deepseek(heads: int = 128, experts: int = 256, dense: int = 3, vocab: int = 129280) -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        num_attention_heads=heads, num_key_value_heads=heads, n_routed_experts=experts, first_k_dense_replace=dense,
+        vocab_size=vocab,
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
 
 
 def _gpt_oss(layers: int, experts: int) -> nn.Module:

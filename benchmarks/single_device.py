@@ -111,6 +111,22 @@ SHAPES = {
     "Llama 8B, 8 of 32 layers": Shape(
         "LlamaForCausalLM", "LlamaConfig", {**_8B, "num_hidden_layers": 8}, _GATED, rows=2, length=4096, liger="llama"
     ),
+    "Qwen3 30B-A3B, 4 of 48 layers": Shape(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "moe_intermediate_size": 768,
+        },
+        {**_GATED, "num_experts": 8, "moe_intermediate_size": 128},
+        rows=4,
+        length=4096,
+        more={"head_dim": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+    ),
 }
 
 
@@ -233,17 +249,21 @@ def wait(device: torch.device) -> None:
 def flops(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
     """Return the FLOPs of a training step: 6 per parameter (without embeddings) and token, plus attention.
 
-    Causal attention counts half.
+    Causal attention counts half, and of stacked experts those that a token chooses.
     """
     embedding = model.get_input_embeddings()
     looked_up = sum(param.numel() for param in embedding.parameters()) if isinstance(embedding, nn.Embedding) else 0
     ties = looked_up if getattr(model.config, "tie_word_embeddings", False) and model.get_output_embeddings() else 0
     weights = sum(param.numel() for param in model.parameters()) - looked_up + ties
     config = model.config
+    stacked = sum(param.numel() for param in model.parameters() if param.dim() == 3)
+    if stacked and hasattr(config, "num_experts"):
+        weights -= stacked * (1 - config.num_experts_per_tok / config.num_experts)
     rows = len(batch["labels"])
     length = batch["input_ids"].shape[1] if "input_ids" in batch else (config.image_size // config.patch_size) ** 2
     causal = 0.5 if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) else 1.0
-    attention = 12 * config.num_hidden_layers * config.hidden_size * length * causal
+    width = config.num_attention_heads * (getattr(config, "head_dim", None) or 0) or config.hidden_size
+    attention = 12 * config.num_hidden_layers * width * length * causal
     return rows * length * (6 * weights + attention)
 
 

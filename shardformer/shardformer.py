@@ -17,7 +17,7 @@ from shardformer.distributed.blocks import blocks_of
 from shardformer.distributed.sequence_parallel import SequenceParallel, gather_on_entry
 from shardformer.generation import generate_in_step
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
-from shardformer.layers.experts import shard_experts
+from shardformer.layers.experts import run_whole_experts, shard_experts
 from shardformer.layers.parallel_module import ParallelModule, sum_partial_gradients
 from shardformer.loss.terms import routers_are_asked
 from shardformer.peft import adapters_detached, keep_whole, model_inside, prompts_followed, prompts_on_stages
@@ -95,6 +95,8 @@ class ModelSharder:
         if hides_documents:
             sequences.hide_other_documents(self.model)
         shard_experts(self.model, self.config)
+        if self.config.expert_parallel_size == 1 and blocks_of(self.config.group) is None:
+            run_whole_experts(self.model)  # in blocks, bits are those of the native forward
         retie(self.model, tied)
         self._annotate_the_rest()
         self.policy.postprocess()
@@ -487,6 +489,12 @@ class ShardModel:
     ) -> None:
         config = ShardConfig(tensor_parallel_process_group=process_group, **options)
         self.model, self.shared_params = ShardFormer(config).optimize(model, as_policy(policy))
+
+
+def adapt_whole(model: nn.Module) -> None:
+    """Adapt layers that are whole on each rank: packed documents stay apart, and experts make fewer passes."""
+    sequences.separate_documents(model)
+    run_whole_experts(model)
 
 
 def as_policy(policy: type | Policy | None) -> Policy | None:

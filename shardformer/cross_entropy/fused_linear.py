@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
 from shardformer.distributed.collectives import all_gather_flat
-from shardformer.matmul.kernel import matrix
+from shardformer.matmul.kernel import decided, matrix, runs_on
 
 # Bytes of fp32 logits per chunk. Each chunk reads the weight and its gradient once, so the faster matrix products are
 # relative to memory, the more rows a chunk needs. The CPU number is measured; the other follows from data sheets.
@@ -35,34 +35,17 @@ FEWEST_ROWS = 128
 class _State:
     """State of this process; global, as passes run one at a time."""
 
-    planned_for: str | None = None
-    decisions: dict[tuple[int, ...], bool] | None = None
     finds_gradients = False
 
 
 def chunk_bytes(device: torch.device) -> int:
     """Return how many bytes the logits of one chunk may take on `device`, counted in fp32."""
-    return CPU_CHUNK_BYTES if (_State.planned_for or device.type) == "cpu" else ACCELERATOR_CHUNK_BYTES
+    return CPU_CHUNK_BYTES if runs_on(device) == "cpu" else ACCELERATOR_CHUNK_BYTES
 
 
 def rows_of_chunk(columns: int, device: torch.device) -> int:
     """Return the number of tokens in a chunk of logits with `columns` columns."""
     return max(FEWEST_ROWS, chunk_bytes(device) // max(4 * columns, 1) // FEWEST_ROWS * FEWEST_ROWS)
-
-
-@contextmanager
-def planned_for(device_type: str) -> Iterator[None]:
-    """Run fake tensors as if on `device_type`; heads of one shape follow the first one's decision."""
-    _State.planned_for, _State.decisions = device_type, {}
-    try:
-        yield
-    finally:
-        _State.planned_for = _State.decisions = None
-
-
-def decided(shape: tuple[int, ...], decision: bool) -> bool:
-    """Return the decision for a head whose weight has this shape; within a plan, the first decision for that shape."""
-    return decision if _State.decisions is None else _State.decisions.setdefault(shape, decision)
 
 
 @contextmanager
@@ -184,7 +167,7 @@ class _ChunkedLoss:
             nothing = logits.new_zeros(len(logits), dtype=self.dtype)
             return nothing - torch.inf, nothing, nothing, numbers
         picked = logits.gather(1, local).squeeze(-1).to(self.dtype).masked_fill(~here, 0.0)
-        if numbers is not logits and logits.is_cuda:
+        if numbers is not logits and runs_on(logits.device) == "cuda":
             # One kernel that reads 16 bit and writes fp32, instead of three over fp32. The largest share is 1 / sum.
             peak, at_peak = logits.max(dim=-1, keepdim=True)
             shares = torch.softmax(logits, dim=-1, dtype=self.dtype, out=numbers)
@@ -199,7 +182,7 @@ class _ChunkedLoss:
     @staticmethod
     def _write(logits: Tensor, exponentials: Tensor, share: Tensor) -> None:
         """Write `exponentials * share` to `logits`, which may be the same memory."""
-        if logits.is_cuda:
+        if runs_on(logits.device) == "cuda":
             torch.mul(exponentials, share, out=logits)
         else:
             exponentials.mul_(share)
@@ -227,7 +210,7 @@ class _ChunkedLoss:
         if grad_logits.dtype == self.dtype:
             self.grad_weight[: len(self.weight)].addmm_(grad_logits.t(), hidden)
             return
-        if grad_logits.is_cuda:  # its products of 16 bit are sums in fp32
+        if runs_on(grad_logits.device) == "cuda":  # its products of 16 bit are sums in fp32
             total = self.grad_weight[: len(self.weight)]
             torch.addmm(total, grad_logits.t(), hidden, out_dtype=self.dtype, out=total)
             return

@@ -119,10 +119,7 @@ class TokenDispatcher:
         found = _run_experts(experts, rows, experts_here)
         back = all_to_all_uneven(found, received, sent, self.group)
 
-        pairs = _ReturnedRows.apply(back, order, places, skips).unflatten(0, index.shape)  # [tokens, k, hidden]
-        if pairs.dtype != weights.dtype:
-            return (pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-        return torch.bmm(weights.unsqueeze(1), pairs).squeeze(1).to(hidden.dtype)  # without weighted pairs in memory
+        return _combined(_ReturnedRows.apply(back, order, places, skips), weights, hidden.dtype)
 
     @property
     def has_slots(self) -> bool:
@@ -200,6 +197,14 @@ class _ReturnedRows(torch.autograd.Function):
         return grad.index_select(0, *ctx.saved_tensors), None, None, None
 
 
+def _combined(choices: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum weighted choices, [tokens * k, hidden] and [tokens, k] -> [tokens, hidden]."""
+    pairs = choices.unflatten(0, weights.shape)
+    if pairs.dtype != weights.dtype:
+        return (pairs * weights.unsqueeze(-1)).sum(1).to(dtype)
+    return torch.bmm(weights.unsqueeze(1), pairs).squeeze(1).to(dtype)  # without weighted pairs in memory
+
+
 def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
@@ -271,10 +276,11 @@ def _run_experts(experts: ExpertsForward, rows: Tensor, chosen: Tensor) -> Tenso
     return found if count else found[:0]
 
 
-def _grouped_forward(experts: nn.Module, rows: Tensor, chosen: Tensor, _: Tensor) -> Tensor:
-    """Run experts in grouped products: [rows, hidden] and the expert of each row, [rows, 1], -> [rows, hidden].
+def _grouped_forward(experts: nn.Module, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Run experts in grouped products: [tokens, hidden], choices and weights [tokens, k], -> [tokens, hidden].
 
-    transformers' own also multiplies by weights, adds up choices, and has gradients by index, which sort once more.
+    transformers' own has weighted choices in memory, and gradients by index, which sort once more. Rows that another
+    rank has sent, of one choice each, get their weights there.
     Rows of no expert come last, where the products read nothing and leave any values. Nobody reads these, but biases
     and norms, which add up gradients of rows, must not.
     """
@@ -284,7 +290,8 @@ def _grouped_forward(experts: nn.Module, rows: Tensor, chosen: Tensor, _: Tensor
     places, numbers = _inverse(order), torch.arange(experts.num_experts, device=order.device)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
     has_norm = getattr(experts, "has_post_expert_norm", False)
-    has_rest = experts.dispatcher.has_slots and (experts.has_bias or has_norm)
+    dispatcher = getattr(experts, "dispatcher", None)
+    has_rest = dispatcher is not None and dispatcher.has_slots and (experts.has_bias or has_norm)
     rest = (by_expert == len(numbers)).unsqueeze(1) if has_rest else None
 
     def product(x: Tensor, name: str) -> Tensor:
@@ -298,7 +305,8 @@ def _grouped_forward(experts: nn.Module, rows: Tensor, chosen: Tensor, _: Tensor
     if has_norm:
         x = experts.post_expert_norm(x)
         x = x if rest is None else x.masked_fill(rest, 0.0)
-    return _ReturnedRows.apply(x.to(rows.dtype), order, places)
+    choices = _ReturnedRows.apply(x.to(rows.dtype), order, places)
+    return choices if dispatcher is not None else _combined(choices, weights, rows.dtype)
 
 
 _KINDS = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
@@ -417,6 +425,20 @@ def shard_experts(model: nn.Module, config: ShardConfig) -> None:
             if name := SharedExpert.name_in(block):
                 sharded[experts].dispatcher.meanwhile = SharedExpert(block, name).compute
     replace_modules(model, sharded)
+
+
+def run_whole_experts(model: nn.Module) -> None:
+    """Run layers' experts, all of which this rank has, with fewer passes over their rows."""
+    known = (experts for _, experts in expert_modules(model) if has_known_forward(experts))
+    replace_modules(model, {experts: derive(experts, _WholeExperts) for experts in known})
+
+
+class _WholeExperts(nn.Module):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        is_grouped = self.config._experts_implementation == "grouped_mm" and len(hidden_states) > 0
+        if not is_grouped or torch.compiler.is_compiling():  # compiled layers fuse these passes themselves
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        return _grouped_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 class _ShardedExperts(nn.Module):

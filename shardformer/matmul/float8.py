@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from shardformer.matmul.kernel import matrix, no_view
+from shardformer.matmul.kernel import matrix, no_view, runs_on
 from shardformer.matmul.native import Native
 from shardformer.utils.untraced import defines_operators
 
@@ -37,11 +37,30 @@ _BLOCK = 32  # values with one scale in mxfp8
 
 
 @cache
-def _round_on_gpus() -> Callable[[Tensor, bool], tuple[Tensor, Tensor, Tensor]] | None:
-    """Return the operator of `float8_cast.py`, a module that needs Triton; None without it."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module("shardformer.matmul.float8_cast").operator()
+def round_on_gpus() -> Callable[[Tensor, bool], tuple[Tensor, Tensor, Tensor]]:
+    """Define the operator `booster::round_to_fp8`: matrix, is gradient -> values, their transpose, scale (0-d).
+
+    When it is first used, as `torch.library` looks through all modules.
+    """
+
+    @torch.library.custom_op("booster::round_to_fp8", mutates_args=())
+    def round_to_fp8(x: Tensor, is_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+        values, columns, scale = empty(x, is_gradient)
+        importlib.import_module("shardformer.matmul.float8_cast").round_into(x.contiguous(), values, columns, scale)
+        return values, columns, scale
+
+    def empty(x: Tensor, is_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
+        values, columns = (x.new_empty(shape, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
+        return values, columns, x.new_empty((), dtype=torch.float32)
+
+    round_to_fp8.register_fake(empty)
+    return torch.ops.booster.round_to_fp8
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 class Rounded:
@@ -58,8 +77,8 @@ class Rounded:
         No value is beyond the end of the range by more than the rounding of a division, which e4m3 and e5m2 round back.
         """
         self._columns: Tensor | None = None  # the values, transposed
-        if x.is_cuda and (round_both := _round_on_gpus()) is not None:
-            self.values, self._columns, self.scale = round_both(x.detach(), is_gradient)
+        if runs_on(x.device) == "cuda" and (_has_triton() or not x.is_cuda):  # a plan needs no Triton
+            self.values, self._columns, self.scale = round_on_gpus()(x.detach(), is_gradient)
             return
         dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
         # One pass, and no temporary for absolute values. fp32, because 16-bit quotients would be rounded twice.
@@ -177,17 +196,23 @@ def swizzled(scale: Tensor) -> Tensor:
     return tiles.flatten().view(scale.dtype)
 
 
+def _place(x: Tensor) -> tuple[int, int]:
+    """Return where the memory of a tensor is; fake tensors of a plan have no address."""
+    return x.untyped_storage()._cdata, x.storage_offset()
+
+
 def _is_whole(weight: Tensor, parameter: Tensor) -> bool:
     """Return whether `weight` is `parameter` itself or its transpose."""
     if weight is parameter:
         return True
-    same_place = weight.data_ptr() == parameter.data_ptr() and weight.dim() == parameter.dim() == 2
+    is_matrix = weight.dim() == parameter.dim() == 2
+    same_place = is_matrix and _place(weight) == _place(parameter)
     return same_place and weight.shape == parameter.t().shape and weight.stride() == parameter.t().stride()
 
 
 def _is_same(x: Tensor, known: Tensor, version: int) -> bool:
     """Return whether `x` has the values that `known`, whose memory is still in use, had at `version`."""
-    same_place = x.data_ptr() == known.data_ptr() and x.shape == known.shape and x.stride() == known.stride()
+    same_place = _place(x) == _place(known) and x.shape == known.shape and x.stride() == known.stride()
     return same_place and x.dtype == known.dtype and x._version == known._version == version
 
 

@@ -7,9 +7,6 @@ No GPU has run it; it is compiled for compute capabilities 9.0 and 10.0, without
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -37,31 +34,9 @@ def kernel(
     tl.store(columns + column * num_rows + row, tl.trans(tile), mask=tl.trans(inside))
 
 
-@cache
-def operator() -> Callable[[Tensor, bool], tuple[Tensor, Tensor, Tensor]]:
-    """Define the operator `booster::round_to_fp8`: matrix, is gradient -> values, their transpose, scale (0-d).
-
-    When it is first used, as `torch.library` looks through all modules.
-    """
-
-    def empty(x: Tensor, is_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
-        rows, columns = x.shape
-        return (
-            x.new_empty((rows, columns), dtype=dtype),
-            x.new_empty((columns, rows), dtype=dtype),
-            x.new_empty((), dtype=torch.float32),
-        )
-
-    @torch.library.custom_op("booster::round_to_fp8", mutates_args=())
-    def round_to_fp8(x: Tensor, is_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-        x = x.contiguous()
-        values, columns, scale = empty(x, is_gradient)
-        peak = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
-        limits = torch.finfo(values.dtype).max, torch.finfo(torch.float32).tiny
-        grid = triton.cdiv(x.shape[1], BLOCK), triton.cdiv(x.shape[0], BLOCK)
-        kernel[grid](x, peak, values, columns, scale, *x.shape, *limits, FP8=_TYPES[values.dtype], SIZE=BLOCK)
-        return values, columns, scale
-
-    round_to_fp8.register_fake(empty)
-    return torch.ops.booster.round_to_fp8
+def round_into(x: Tensor, values: Tensor, columns: Tensor, scale: Tensor) -> None:
+    """Round `x`, [rows, columns], contiguous, into `values`, their transpose `columns`, and `scale` (0-d)."""
+    peak = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+    limits = torch.finfo(values.dtype).max, torch.finfo(torch.float32).tiny
+    grid = triton.cdiv(x.shape[1], BLOCK), triton.cdiv(x.shape[0], BLOCK)
+    kernel[grid](x, peak, values, columns, scale, *x.shape, *limits, FP8=_TYPES[values.dtype], SIZE=BLOCK)

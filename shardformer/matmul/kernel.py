@@ -7,6 +7,8 @@ the shard; the column- and row-parallel layers bring the collectives.
 The backward pass does not depend on weight gradients of linear layers, so zero-bubble pipelines (Qi et al., arXiv
 2401.10241) first compute and send the gradients of activations, and compute weight gradients in the pipeline bubbles.
 If gradients are collected in one buffer, a product or lookup can write, or add, there directly, which saves a copy.
+
+A planner runs layers on fake tensors of the host; they then take the kernels of the device that it plans for.
 """
 
 from __future__ import annotations
@@ -24,6 +26,33 @@ from torch.distributed import ProcessGroup
 
 from shardformer.shard_spec import ShardSpec
 from shardformer.utils.untraced import untraced
+
+
+class _Plan:
+    """The plan that runs in this process; global, as passes run one at a time."""
+
+    device_type: str | None = None
+    decisions: dict[tuple[int, ...], bool] | None = None
+
+
+@contextmanager
+def planned_for(device_type: str) -> Iterator[None]:
+    """Run fake tensors as if on `device_type`; heads of one shape follow the first one's decision."""
+    _Plan.device_type, _Plan.decisions = device_type, {}
+    try:
+        yield
+    finally:
+        _Plan.device_type = _Plan.decisions = None
+
+
+def decided(shape: tuple[int, ...], decision: bool) -> bool:
+    """Return the decision for a head whose weight has this shape; within a plan, the first decision for that shape."""
+    return decision if _Plan.decisions is None else _Plan.decisions.setdefault(shape, decision)
+
+
+def runs_on(device: torch.device) -> str:
+    """Return the type of the device whose kernels compute with tensors on `device`."""
+    return _Plan.device_type or device.type
 
 
 class LinearKernel(ABC):

@@ -113,17 +113,18 @@ class Page:
             lines = str(failure).replace("|", "/").splitlines()
             return next((line for line in reversed(lines) if re.match(r"[\w.]*Error: ", line)), lines[0])[:300]
 
-    def rows(self, title: str, columns: list[str], rows: Iterable[tuple[list[Any], Any]]) -> None:
+    def rows(self, title: str, columns: list[str], rows: Iterable[tuple[list[Any], Any]], note: str = "") -> None:
         """Write a table row by row.
 
         Args:
             rows: the first cells of each row; its other cells, or a text about why there are none.
+            note: what stands below the table.
         """
         done: list[list[Any]] = []
         for first, found in rows:
             cells = [*first, *(found if isinstance(found, list) else [found])]
             done.append(cells + ["-"] * (len(columns) - len(cells)))
-            self.write(table(title, columns, done))
+            self.write(table(title, columns, done, note))
 
 
 def _test(page: Page) -> None:
@@ -160,7 +161,7 @@ def _links(page: Page) -> None:
     found = page.run(stages.links, page.is_real, ranks=ranks)
     columns = ["KiB", "all-reduce", "all-gather", "reduce-scatter"]
     rows = [(row[:1], row[1:]) for row in found] if isinstance(found, list) else [([], found)]
-    page.rows(f"Links between {ranks} ranks: GB/s that a rank sends", columns, rows)
+    page.rows(f"Links between {ranks} ranks: GB/s that a rank sends", columns, rows, stages.bucket_of(found))
 
 
 def _trace(page: Page) -> None:

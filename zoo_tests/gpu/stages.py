@@ -127,6 +127,18 @@ def links(is_real: bool) -> list[list[Any]]:
     return rows
 
 
+def bucket_of(rows: Any) -> str:
+    """Say from which size of a bucket on links have most of their speed; `rows`: what `links` returns."""
+    if not isinstance(rows, list):
+        return ""
+    most = max(row[3] for row in rows)
+    enough = min(row[0] for row in rows if row[3] >= 0.9 * most)
+    return (
+        f"Reduce-scatters have 0.9 of their largest bandwidth from {enough / 1024:g} MiB on: the least that "
+        "`zero_bucket_size_in_mb` should be here."
+    )
+
+
 def bits(name: str, repeats: int, is_real: bool) -> str:
     """Compute the same pass in bf16 again and again; name the first operator that got other bits."""
     device = _device()

@@ -61,6 +61,12 @@ def test_a_layout_with_another_loss_is_named() -> None:
         assert stages.layout("llama", {}) == "DIFFERENT: 5e-02 from plain training"
 
 
+def test_buckets_are_as_large_as_links_need() -> None:
+    rows = [[64, 9.0, 9.0, 1.0], [4096, 1.0, 1.0, 90.0], [65536, 1.0, 1.0, 100.0], [262144, 1.0, 1.0, 98.0]]
+    assert "from 4 MiB on" in stages.bucket_of(rows)
+    assert stages.bucket_of("needs 2 GPUs") == ""
+
+
 def test_kernels_count_once() -> None:
     """torch gives their time to the operators and to the annotations around them, too."""
 

@@ -193,7 +193,7 @@ def parser() -> CommandParser:
     command.add_argument(
         "--kernels", default="", help="switches of the plugin for all layouts: tiled_mlp,enable_fused_normalization"
     )
-    command.add_argument("--precision", choices=PRECISIONS[:3], default="bf16", help="of training (bf16)")
+    command.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of training (bf16)")
     command.add_argument("--max-tp", type=count, help="tensor-parallel ranks at most (those of a node)")
     command.add_argument("--max-cp", type=count, help="context-parallel ranks at most (1024 tokens of a sample each)")
     command.add_argument(

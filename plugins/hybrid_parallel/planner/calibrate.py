@@ -300,7 +300,7 @@ def calibrate(
         build: builds the model. It is also called in other processes, so it must be a module-level function or a
             `functools.partial` of one.
         length: tokens of a sample.
-        precision: training precision, "fp32", "bf16" or "fp16".
+        precision: training precision.
         cases: combinations of sharding and micro-batch size to measure.
 
     Raises:
@@ -361,7 +361,7 @@ def measure_device(
     described = Device(
         name="this-machine",
         memory=_memory(device, ranks),
-        flops=dict.fromkeys(("fp32", "bf16", "fp16"), rate),
+        flops=dict.fromkeys(("fp32", "bf16", "fp16", "fp8"), rate),
         matmul_efficiency=1.0,
         matmul_half=half,
         attention_efficiency=0.5,
@@ -401,7 +401,7 @@ def measure_link(device: torch.device, group: ProcessGroup | None = None) -> Lin
 
 def _kernels(device: torch.device, precision: str) -> tuple[float, float, float]:
     """Measure the FLOP/s of large matmuls, the FLOPs at which half of that is reached, and elementwise bytes/s."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision, torch.float32)
     times = {}
     for size in _MATMUL_SIZES if device.type == "cpu" else [each * 8 for each in _MATMUL_SIZES]:
         matrix = torch.ones(size, size, dtype=dtype, device=device)

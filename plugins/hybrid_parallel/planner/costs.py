@@ -13,7 +13,7 @@ from plugins.hybrid_parallel.planner.profile import PartCost
 from plugins.hybrid_parallel.shard_report import in_bytes
 
 _ADDED = ("forward", "backward", "weights", "forward_talk", "backward_talk", "flops", "saved", "again", "again_talk")
-_ADDED += ("results", "deferred")
+_ADDED += ("results", "deferred", "rounded")
 # Parts of the memory of a rank, and of the seconds of a step.
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "temporary")
 SECONDS_PARTS = ("compute", "comm", "bubble", "gathers", "reduction", "optimizer", "offload")
@@ -170,9 +170,7 @@ def dispatched(cost: PartCost, layout: Layout, device: Device) -> PartCost:
     if layout.ep_size == 1 or not cost.routed:
         return cost
     rows = cost.routed / layout.tp_size
-    link = device.ring(layout.ep_size, layout.tp_size, has_all_adapters=False)
-    there = link.collective("all_to_all", rows, layout.ep_size)
-    counts = link.latency * (layout.ep_size - 1)
+    counts, there = (device.all_to_all(size, layout.ep_size, layout.tp_size) for size in (0.0, rows))
     # The profiled experts have the tokens of all tensor-parallel ranks before and after them, and these only their own.
     return replace(
         cost,

@@ -40,7 +40,8 @@ class Device:
 
     name: str  # name of the preset, or "this-machine"
     memory: float  # bytes that a rank may use
-    flops: Mapping[str, float]  # precision -> dense peak FLOP/s by the vendor's specification
+    # precision -> dense peak FLOP/s by the vendor's specification; without "fp8" where there are no such products
+    flops: Mapping[str, float]
     matmul_efficiency: float  # fraction of the peak that large matmuls reach
     bandwidth: float  # bytes per second that elementwise operators reach
     inside: Link  # link between the devices of a node
@@ -93,9 +94,23 @@ class Device:
         rates = {kind: min(rate * here, most) for kind, rate in self.between.rates.items()}
         return replace(self.between, bandwidth=min(self.between.bandwidth * here, most), rates=rates)
 
-    def matmul_seconds(self, flops: float, size: float, precision: str) -> float:
-        """Return the seconds of a matmul of `flops` FLOPs whose matrices have `size` bytes in total."""
-        rate = self.flops[precision] * self.matmul_efficiency * flops / (flops + self.matmul_half)
+    def all_to_all(self, size: float, ranks: int, stride: int) -> float:
+        """Return the seconds in which ranks `stride` apart exchange `size` bytes each: all messages at once.
+
+        Those to other machines share a rank's adapter, and those within its machine its link there.
+        """
+        near = min(ranks, max(1, self.node_size // stride))
+        counts = (self.inside, near - 1), (self.between, ranks - near)  # of messages
+        seconds = max(count / link.bandwidth for link, count in counts) * size / ranks
+        return self.link((ranks - 1) * stride).latency + seconds
+
+    def peak(self, precision: str) -> float:
+        """Return the FLOP/s of all that training in `precision` does not multiply in 8 bit."""
+        return self.flops["bf16" if precision == "fp8" else precision]
+
+    def matmul_seconds(self, flops: float, size: float, peak: float) -> float:
+        """Return the seconds of a matmul of `flops` FLOPs, `peak` a second, with matrices of `size` bytes in total."""
+        rate = peak * self.matmul_efficiency * flops / (flops + self.matmul_half)
         return max(flops / rate, size / self.bandwidth)
 
 
@@ -109,7 +124,7 @@ class Device:
 _H100 = Device(
     name="H100",
     memory=80e9,
-    flops={"bf16": 989e12, "fp16": 989e12, "fp32": 67e12},
+    flops={"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp8": 1979e12},
     matmul_efficiency=0.70,
     matmul_half=6e9,
     bandwidth=0.85 * 3.35e12,
@@ -132,7 +147,7 @@ _B200 = replace(
     _H100,
     name="B200",
     memory=180e9,
-    flops={"bf16": 2250e12, "fp16": 2250e12, "fp32": 80e12},
+    flops={"bf16": 2250e12, "fp16": 2250e12, "fp32": 80e12, "fp8": 4500e12},
     matmul_half=12e9,
     bandwidth=0.85 * 8e12,
     inside=Link(5e-6, 0.80 * 900e9),

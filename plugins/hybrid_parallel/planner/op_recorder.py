@@ -44,6 +44,8 @@ class Operator:
     early: bool = False  # whether it computes gradients during the forward pass
     is_causal: bool = False  # whether it is attention that skips the pairs above the diagonal
     is_saved: bool = False  # whether recomputation by operators saves its results
+    is_8_bit: bool = False  # whether it is a product in FP8
+    of_experts: float = 0.0  # bytes of stacked weights of experts, of which a rank under expert parallelism has a share
 
 
 @dataclass
@@ -69,6 +71,7 @@ class PartRecord:
     deferred: float = 0.0
     output: float = 0.0  # bytes of the hidden state that it returns
     routed: float = 0.0  # bytes of the tokens of all choices of experts
+    rounded: float = 0.0  # bytes of its weights in FP8, which stay for a step
 
 
 # Limit for a forward and a backward pass together; a model that processes tokens one by one would take hours.
@@ -80,7 +83,7 @@ _COLLECTIVES = {
     "alltoall": "all_to_all",
     "broadcast": "broadcast",
 }
-_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+_MATMULS = ("_scaled_mm", "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "varlen_attn")
 _MOVES_NOTHING = ("empty", "_unsafe_view", "detach", "alias", "lift_fresh", "record_stream", "set_", "resize_")
 
@@ -154,6 +157,8 @@ class Recorder(TorchDispatchMode):
                 operator = replace(operator, is_saved=True)
                 self._record.results += sum(map(_bytes, outputs))
             self._pass.operators.append(operator)
+            if name == "booster::round_to_fp8" and _key(args[0]) in self._own:
+                self._record.rounded += sum(map(_bytes, outputs))
             if operator.kind == "matmul" and not operator.early and not self.backwards:
                 self._defer(inputs, outputs)
         return result
@@ -231,12 +236,17 @@ def count_operator(
         is_causal = any(value is True or value == [-1, 0] for value in args if not isinstance(value, Tensor))
         return Operator("attention", _attention_flops(name, is_causal, inputs), size, is_causal=is_causal)
     if name == "_grouped_mm":
-        return Operator("matmul", 2.0 * inputs[0].numel() * inputs[1].shape[-1], size)
+        stacked = float(sum(_bytes(each) for each in (*inputs, *outputs) if each.dim() == 3))
+        return Operator("matmul", 2.0 * inputs[0].numel() * inputs[1].shape[-1], size, of_experts=stacked)
     if name.rstrip("_") in _MATMULS:
         count = flop_registry.get(func._overloadpacket) or flop_registry[getattr(torch.ops.aten, name.rstrip("_"))]
-        return Operator("matmul", float(count(*args, **kwargs, out_val=result)), size, finds_gradients())
+        args = tuple(each for each in args if not isinstance(each, torch.dtype))  # which these functions do not take
+        flops, is_8_bit = float(count(*args, **kwargs, out_val=result)), inputs[0].itemsize == 1
+        return Operator("matmul", flops, size, finds_gradients(), is_8_bit=is_8_bit)
     if name == "embedding":  # reads as many rows as it writes
         size = 2.0 * _bytes(outputs[0])
+    elif name == "round_to_fp8":  # looks for the largest value first
+        size += _bytes(inputs[0])
     return Operator("memory", 0.0, size)
 
 
@@ -246,13 +256,14 @@ def _attention_flops(name: str, is_causal: bool, inputs: list[Tensor]) -> float:
     Of packed documents, [tokens, heads, head_dim], as if all were equally long: their borders are values.
     """
     backward = "backward" in name
-    query, key = inputs[1 if backward else 0], inputs[2 if backward else 1]
+    query, key, value = inputs[1:4] if backward else inputs[:3]
+    width = (query.shape[-1] + value.shape[-1]) / 2
     if "varlen" in name:
-        length, heads, width = query.shape
+        length, heads = query.shape[:2]
         borders = next(each for each in inputs if each.dim() == 1)
         flops = 4.0 * heads * length * len(key) / (len(borders) - 1) * width
     else:
-        *batch_and_heads, length, width = query.shape
+        *batch_and_heads, length, _ = query.shape
         flops = 4.0 * math.prod(batch_and_heads) * length * key.shape[-2] * width
     return flops * (2.5 if backward else 1.0) * (0.5 if is_causal else 1.0)
 
@@ -335,7 +346,7 @@ def peak_flops(precision: str) -> float | None:
         return None
     name = torch.cuda.get_device_name().lower()
     found = next((device for known, device in PRESETS.items() if known.lower() in name), None)
-    return None if found is None else found.flops.get("bf16" if precision == "fp8" else precision)
+    return None if found is None else found.peak(precision)
 
 
 def _length(shapes: Shapes) -> int:

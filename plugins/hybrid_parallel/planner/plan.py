@@ -242,7 +242,7 @@ class Job:
     world_size: int  # number of devices
     global_batch: int  # samples of a step, over all replicas
     length: int  # tokens of a sample
-    precision: str  # "fp32", "bf16" or "fp16"
+    precision: str  # "fp32", "bf16", "fp16" or "fp8"
     largest_tp: int | None = None  # maximum tensor-parallel size; None for the number of devices of a node
     # maximum context-parallel size; None for as many ranks as have 1024 tokens of a sample each
     largest_cp: int | None = None
@@ -368,6 +368,10 @@ def _search(
     if calibration is not None:
         sizes = {case.rows for case in calibration.parts}
         device, rows, measured = calibration.device, (min(sizes), max(sizes)), calibration.parts
+    if job.precision not in device.flops:
+        raise ConfigurationError(
+            f"precision='{job.precision}' needs products in 8 bit, which {device.name} has not; use precision='bf16'"
+        )
     if job.memory is not None:
         device = replace(device, memory=job.memory)
     quantised = frozenset() if job.quantised is None else job.quantised.names(model.model)

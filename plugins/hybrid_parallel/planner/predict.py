@@ -213,7 +213,7 @@ class Predictor:
     def profile(self, tp_size: int, sequence: bool, ep_size: int = 1) -> Profile:
         """Return the profile of the parts for a way of sharding layers; profiles and errors are cached.
 
-        Under expert parallelism a rank has fewer experts, which get tokens of more ranks: its passes cost the same.
+        Under expert parallelism a rank has fewer experts, which get tokens of more ranks: as many rows, fewer weights.
 
         Raises:
             ConfigurationError: the model cannot be sharded like this.
@@ -225,8 +225,8 @@ class Predictor:
                 if ep_size == 1:
                     self._profiles[key] = self.profiler.profile(tp_size, sequence)
                 else:
-                    parameters = self.profiler.parameters(tp_size, sequence, ep_size)
-                    self._profiles[key] = replace(self.profile(tp_size, sequence), parameters=parameters)
+                    whole = self.profile(tp_size, sequence)
+                    self._profiles[key] = self.profiler.with_shared_experts(whole, *key)
             except ConfigurationError as error:
                 self._profiles[key] = error
         found = self._profiles[key]
@@ -271,7 +271,7 @@ class Predictor:
         key = (layout.tp_size, layout.cp_size, layout.ep_size, layout.sequence, layout.rows)
         if key not in self._parts:
             # Queries of a share meet all keys, as in that share of the samples.
-            parts = self.profile(layout.tp_size, layout.sequence).at(layout.rows / layout.cp_size)
+            parts = self.profile(layout.tp_size, layout.sequence, layout.ep_size).at(layout.rows / layout.cp_size)
             link = self.device.ring(layout.cp_size, layout.tp_size, has_all_adapters=False)
             gathered = self._keys_and_values(layout)
             shared = {part: shared_over(cost, layout.cp_size, link, gathered) for part, cost in parts.items()}

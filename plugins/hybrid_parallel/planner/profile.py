@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.features.low_bits import weights_rounded_once
 from plugins.hybrid_parallel.planner.calibrate import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.op_recorder import (
@@ -38,8 +39,8 @@ from plugins.hybrid_parallel.planner.proxy_model import (
 )
 from plugins.hybrid_parallel.shard_report import fake_rank
 from plugins.hybrid_parallel.zero.stage3 import is_sharded
-from shardformer.cross_entropy.fused_linear import planned_for
 from shardformer.layers.experts import expert_modules
+from shardformer.matmul.kernel import planned_for
 from shardformer.peft import model_inside
 from shardformer.shard_spec import grad_group_of, spec_of
 
@@ -59,6 +60,7 @@ class PartCost:
     backward_talk: float = 0.0
     flops: float = 0.0  # FLOPs of the forward pass
     routed: float = 0.0  # bytes of the tokens of all choices of experts
+    rounded: float = 0.0  # bytes of weights in FP8, which stay for a step, whatever the micro-batch
     saved: float = 0.0  # bytes saved for the backward pass
     # again, again_talk: the part of `forward` and `forward_talk` that recomputation by operators repeats
     again: float = 0.0
@@ -124,6 +126,7 @@ class Profile:
     costs: tuple[Mapping[Part, PartCost], Mapping[Part, PartCost]]
     parameters: Mapping[str, LocalParameter]  # name in the pruned model -> shard that this rank holds
     buffer_bytes: int  # bytes of the buffers of the pruned model
+    records: tuple[Mapping[Part, PartRecord], ...] = ()  # what costs were derived from
 
     def at(self, rows: float) -> dict[Part, PartCost]:
         """Return the costs for micro-batches of `rows` samples."""
@@ -153,12 +156,34 @@ class Profiler:
             model, lists, wrapped = build_proxy_model(self.build, self._config(tp_size, sequence))
             local = self._locals(model)
             buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-            link = self.device.ring(tp_size, 1)
             with _mistakes_of(type(model).__name__, self.length):
-                records = record(wrapped, lists, self.rows, self.length, self.device.name)
+                records = tuple(record(wrapped, lists, self.rows, self.length, self.device.name))
+        return Profile(self.rows, self._costs(records, local, tp_size, sequence), local, buffers, records)
+
+    def with_shared_experts(self, whole: Profile, tp_size: int, sequence: bool, ep_size: int) -> Profile:
+        """Return a profile of ranks that share experts, whose tokens come from all: passes read fewer weights.
+
+        They are not run, for they would read values.
+        """
+        with fake_rank(0, tp_size * ep_size):
+            model, _, _ = build_proxy_model(self.build, self._config(tp_size, sequence, ep_size))
+            parameters = self._locals(model)
+        costs = self._costs(whole.records, whole.parameters, tp_size, sequence, ep_size)
+        return replace(whole, costs=costs, parameters=parameters)
+
+    def _costs(
+        self,
+        records: Sequence[Mapping[Part, PartRecord]],
+        local: Mapping[str, LocalParameter],
+        tp_size: int,
+        sequence: bool,
+        ep_size: int = 1,
+    ) -> tuple[Mapping[Part, PartCost], Mapping[Part, PartCost]]:
+        link = self.device.ring(tp_size, 1)
         parts = sorted(set(records[0]) | set(records[1]), key=str)
         costs = tuple(
-            {part: self._cost(each.get(part, PartRecord()), link, tp_size) for part in parts} for each in records
+            {part: self._cost(each.get(part, PartRecord()), link, tp_size, ep_size) for part in parts}
+            for each in records
         )
         taken = [self.measured.get(Case(tp_size, sequence, rows)) for rows in self.rows]
         if None not in taken:
@@ -167,14 +192,7 @@ class Profiler:
                 for found, each in zip(costs, taken, strict=True)
             )
         costs = tuple(self._with_dequantised(found, local) for found in costs)
-        costs = tuple(self._with_masks(found, rows) for found, rows in zip(costs, self.rows, strict=True))
-        return Profile(self.rows, costs, local, buffers)
-
-    def parameters(self, tp_size: int, sequence: bool, ep_size: int) -> dict[str, LocalParameter]:
-        """Return rank 0's shards under expert parallelism, not profiled: passes read values."""
-        with fake_rank(0, tp_size * ep_size):
-            model, _, _ = build_proxy_model(self.build, self._config(tp_size, sequence, ep_size))
-            return self._locals(model)
+        return tuple(self._with_masks(found, rows) for found, rows in zip(costs, self.rows, strict=True))
 
     def _config(self, tp_size: int, sequence: bool, ep_size: int = 1) -> HybridParallelConfig:
         return HybridParallelConfig.from_options(
@@ -217,8 +235,11 @@ class Profiler:
             for part, cost in costs.items()
         }
 
-    def _cost(self, record: PartRecord, link: Any, tp_size: int) -> PartCost:
-        forward, backward = record.forward, record.backward
+    def _cost(self, record: PartRecord, link: Any, tp_size: int, ep_size: int) -> PartCost:
+        forward, backward = (
+            replace(each, operators=[_of_rank(operator, ep_size) for operator in each.operators])
+            for each in (record.forward, record.backward)
+        )
         matmuls = [each for each in forward.operators if each.kind == "matmul"]
         return PartCost(
             forward=self._seconds(forward.operators),
@@ -231,6 +252,7 @@ class Profiler:
             backward_talk=_talk(backward, link, tp_size),
             flops=sum(self._useful(each) for each in forward.operators if not each.early),
             routed=record.routed,
+            rounded=record.rounded,
             saved=record.saved,
             again=self._seconds([each for each in forward.operators if not each.is_saved]),
             # Sums over ranks belong to products, whose results are saved.
@@ -254,11 +276,16 @@ class Profiler:
             operator = self.packing.executed(operator)
         memory = operator.bytes / self.device.bandwidth
         if operator.kind == "matmul":
-            return self.device.matmul_seconds(operator.flops, operator.bytes, self.precision)
+            peak = self.device.flops["fp8"] if operator.is_8_bit else self.device.peak(self.precision)
+            return self.device.matmul_seconds(operator.flops, operator.bytes, peak)
         if operator.kind == "attention":
-            peak = self.device.flops[self.precision] * self.device.attention_efficiency
+            peak = self.device.peak(self.precision) * self.device.attention_efficiency
             return max(operator.flops / peak, memory)
         return memory * self.device.elementwise
+
+
+def _of_rank(operator: Operator, ep_size: int) -> Operator:
+    return replace(operator, bytes=operator.bytes - operator.of_experts * (1 - 1 / ep_size))
 
 
 def _talk(record: PassRecord, link: Any, ranks: int, without: tuple[str, ...] = ()) -> float:
@@ -315,7 +342,7 @@ def _record(wrapped: HybridParallelModel, lists: Sequence[LayerList], batch: dic
     trained = [param for param in module.parameters() if param.requires_grad]
     hooks += [param.register_post_accumulate_grad_hook(_forget_gradient) for param in trained]
     try:
-        with recorder:
+        with weights_rounded_once(module), recorder:
             with recorder.saving():
                 loss = training_loss(wrapped, batch)
             recorder.turn()
@@ -371,17 +398,27 @@ def _one_text_a_row() -> Iterator[None]:
 
 @contextmanager
 def _device_like(device: str) -> Iterator[None]:
-    """Chunk losses and run attention as on `device`: GPU kernels save no scores for dropout, so disable dropout."""
+    """Run losses, rounding and attention as on `device`.
+
+    Kernels of GPUs save no scores for dropout, so that it is disabled, nor for values of another width than keys.
+    """
     if device == "this-machine" and not torch.cuda.is_available():
         with planned_for("cpu"):
             yield
         return
     native = F.scaled_dot_product_attention
 
-    def without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-        return native(*args, dropout_p=0.0, **kwargs)
+    def as_on_gpus(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        kwargs["dropout_p"] = 0.0
+        if query.shape[-1] == value.shape[-1] or attn_mask is not None or kwargs.get("enable_gqa") or args:
+            return native(query, key, value, attn_mask, *args, **kwargs)
+        causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, None, torch.is_grad_enabled(), 0.0, causal, scale=scale)[0]
 
-    F.scaled_dot_product_attention = without_dropout
+    F.scaled_dot_product_attention = as_on_gpus
     try:
         with planned_for("cuda"):
             yield

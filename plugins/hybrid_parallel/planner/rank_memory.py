@@ -368,7 +368,10 @@ def memory_of_rank(states: RankStates, own: Sequence[int], costs: Sequence[Stage
     layout, static = states.layout, states.static
     saved, off = activations(layout, own, costs, alive)
     passes = max(max(costs[stage].cost.forward_peak, costs[stage].cost.backward_peak) for stage in own)
-    parameters, host = static.parameters + static.buffers, off
+    rounded = sum(costs[stage].cost.rounded for stage in own)
+    if layout.zero_stage == 3:  # a shard, and no transpose
+        rounded /= 2 * layout.num_shards
+    parameters, host = static.parameters + static.buffers + rounded, off
     gradients, optimizer = static.gradients, static.masters + static.states
     if layout.offload_parameters is not None:
         parameters -= states.shard_bytes

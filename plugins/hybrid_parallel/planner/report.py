@@ -87,7 +87,7 @@ def utilization(prediction: Prediction, device: Device) -> float:
     Model FLOPs are the matrix products and the attention of three forward passes, without recomputation; a causal
     mask halves those of attention.
     """
-    promised = device.flops[prediction.layout.precision] * prediction.layout.world_size
+    promised = device.peak(prediction.layout.precision) * prediction.layout.world_size
     return prediction.model_flops / prediction.seconds.total / promised
 
 

@@ -28,8 +28,7 @@ from shardformer.loss.terms import count_own_targets
 from shardformer.peft import model_inside
 from shardformer.policies.module_edits import cast_routers_by_use
 from shardformer.policies.user_policy import TPInfoPolicy
-from shardformer.shardformer import as_policy
-from shardformer.transforms.sequences import separate_documents
+from shardformer.shardformer import adapt_whole, as_policy
 from shardformer.utils.untraced import is_compiler_loaded, prepare_tracing
 
 _logger = get_logger(__name__)
@@ -149,7 +148,7 @@ def shard_model(model: nn.Module, config: HybridParallelConfig, mesh: HybridMesh
     group = tensor_group_of_job(model, config, mesh)
     is_whole = parallel.tp_size == parallel.pp_size == parallel.cp_size == 1 and blocks_of(group) is None
     if is_whole and not _changes_layers(options):
-        separate_documents(model_inside(model))
+        adapt_whole(model_inside(model))
         return []  # nothing to shard: any kind of model works
     stage, *further = config.schedule.stages_of(mesh.rank("pp"), parallel.pp_size, config.chunks_per_rank)
     num_stages = parallel.pp_size * config.chunks_per_rank

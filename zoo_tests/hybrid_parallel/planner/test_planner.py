@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
@@ -29,9 +36,9 @@ from plugins.hybrid_parallel.planner.costs import TooLarge
 from plugins.hybrid_parallel.planner.device import PRESETS, Link, preset
 from plugins.hybrid_parallel.planner.layout import Layout
 from plugins.hybrid_parallel.planner.op_recorder import FlopCounter
-from plugins.hybrid_parallel.planner.plan import Space, search
+from plugins.hybrid_parallel.planner.plan import Job, Space, plan_for, search
 from plugins.hybrid_parallel.planner.predict import Predictor
-from plugins.hybrid_parallel.planner.profile import Profiler
+from plugins.hybrid_parallel.planner.profile import Profiler, _of_rank
 from plugins.hybrid_parallel.planner.rank_memory import peak_activations
 from plugins.hybrid_parallel.planner.report import draw, to_json, to_text, utilization
 from plugins.hybrid_parallel.planner.stage_map import ModelMap
@@ -77,14 +84,20 @@ def test_one_rank_of_a_machine_sends_to_the_next() -> None:
     assert gpu.ring(16, 8) == gpu.ring(16, 1, has_all_adapters=False) == gpu.between, "each GPU has an adapter"
     assert gpu.ring(16, 4).bandwidth == 2 * gpu.between.bandwidth, "NCCL has a ring for each of them"
     assert gpu.ring(16, 1).bandwidth == 8 * gpu.between.bandwidth <= gpu.inside.bandwidth
+    near, far = gpu.inside, gpu.between
+    assert gpu.all_to_all(64.0, 8, 1) == near.latency + 7 * 8.0 / near.bandwidth, "all messages at once"
+    assert gpu.all_to_all(64.0, 16, 1) == far.latency + 8 * 4.0 / far.bandwidth, "half of them stay on the machine"
+    assert gpu.all_to_all(64.0, 16, 8) == far.latency + 15 * 4.0 / far.bandwidth
 
 
 def test_small_products_are_less_efficient() -> None:
     device = PRESETS["H100"]
-    full = device.flops["bf16"] * device.matmul_efficiency
-    assert device.matmul_seconds(device.matmul_half, 0.0, "bf16") == pytest.approx(2 * device.matmul_half / full)
-    assert device.matmul_seconds(1e15, 0.0, "bf16") == pytest.approx(1e15 / full, rel=0.01)
-    assert device.matmul_seconds(1.0, 1e9, "bf16") == pytest.approx(1e9 / device.bandwidth)
+    peak = device.peak("fp8")
+    full = peak * device.matmul_efficiency
+    assert peak == device.flops["bf16"], "attention and heads are not in 8 bit"
+    assert device.matmul_seconds(device.matmul_half, 0.0, peak) == pytest.approx(2 * device.matmul_half / full)
+    assert device.matmul_seconds(1e15, 0.0, peak) == pytest.approx(1e15 / full, rel=0.01)
+    assert device.matmul_seconds(1.0, 1e9, peak) == pytest.approx(1e9 / device.bandwidth)
 
 
 @pytest.mark.slow
@@ -281,6 +294,38 @@ def test_bars(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_products_in_8_bit() -> None:
+    """Each input is rounded once, and each weight for the whole step, which keeps both orders of its values."""
+    build, found = _build(2), {}
+    for precision in ("bf16", "fp8"):
+        predictor = Predictor(ModelMap(build), Profiler(build, _LENGTH, PRESETS["H100"], precision))
+        memory = predictor.predict(Layout(1, 1, 1, precision=precision)).memory
+        found[precision] = memory, predictor.profile(1, False).records[0]["layer", 0, 0].forward.operators
+    (bf16, native), (fp8, rounded) = found.values()
+    weights = 2 * 128 * (128 + 2 * 64 + 128 + 3 * 384)  # of both layers
+    assert fp8.parameters - bf16.parameters == 2 * weights + 4 * 2 * 7, "and a scale for each"
+    assert [each.is_8_bit for each in rounded if each.kind == "matmul"] == [True] * 7
+    assert len(rounded) - len(native) == 4 + 7, "inputs of attention and feed-forward, of their last products; weights"
+    job = Job(1, 1, _LENGTH, "fp8")
+    with pytest.raises(
+        ConfigurationError, match="^precision='fp8' needs products in 8 bit, which A100 has not; use .*'bf16'$"
+    ):
+        plan_for(build, job, PRESETS["A100"])
+
+
+def test_values_of_another_width_than_keys_have_no_scores() -> None:
+    config = DeepseekV3Config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=1000, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        first_k_dense_replace=2,
+    )  # fmt: skip
+    profile = Profiler(partial(DeepseekV3ForCausalLM, config), _LENGTH, PRESETS["H100"], "bf16").profile(1, False)
+    record = profile.records[0]["layer", 0, 0]
+    (forward,) = [each for each in record.forward.operators if each.kind == "attention"]
+    assert forward.is_causal and forward.flops == 4 * _LENGTH**2 * (24 + 16), "two products, half of the pairs"
+    assert [each.kind for each in record.backward.operators].count("attention") == 1
+
+
 def test_experts_that_do_not_fit_on_a_rank_are_shared() -> None:
     config = MixtralConfig(
         hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -297,9 +342,17 @@ def test_experts_that_do_not_fit_on_a_rank_are_shared() -> None:
     assert shared.memory.optimizer == pytest.approx(alone.memory.optimizer, rel=1e-3)
     # [tokens, k, hidden] in bf16, there and back, in both passes; and the numbers of rows.
     rows, link = _LENGTH * 2 * 128 * 2.0, PRESETS["A100"].inside
-    sent = 4 * link.collective("all_to_all", rows, 4) + 3 * link.latency
+    sent = 5 * link.latency + 4 * rows * 3 / 4 / link.bandwidth
     assert shared.seconds.comm - alone.seconds.comm == pytest.approx(2 * sent)
     assert shared.model_flops == alone.model_flops
+
+    stacked = [
+        each for each in predictor.profile(1, False).records[0]["layer", 0, 0].forward.operators if each.of_experts
+    ]
+    assert [each.of_experts for each in stacked] == [8 * 2 * 512 * 128 * 2, 8 * 512 * 128 * 2], (
+        "bytes that 8 ranks share"
+    )
+    assert [each.bytes - _of_rank(each, 4).bytes for each in stacked] == [each.of_experts * 3 / 4 for each in stacked]
 
     space = Space(8, 8, "bf16", 2, largest_tp=1, ep_sizes=tuple(model.ep_sizes), zero_stages=(1,), rows=(1,))
     small = predictor.within(0.9 * alone.memory.needed)

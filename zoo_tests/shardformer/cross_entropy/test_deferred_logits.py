@@ -23,13 +23,12 @@ from shardformer.cross_entropy.fused_linear import (
     chunk_bytes,
     defer_logits,
     loss_of,
-    planned_for,
     saves_memory,
 )
 from shardformer.layers import VocabParallelLMHead
 from shardformer.layers.embedding import deferred_logits
 from shardformer.layers.parallel_module import defer_weight_grads
-from shardformer.matmul.kernel import WeightGradStore
+from shardformer.matmul.kernel import WeightGradStore, planned_for
 from zoo_tests.harness.native import EXACT, check_gradients, fill, known
 from zoo_tests.harness.ranks import distributed
 

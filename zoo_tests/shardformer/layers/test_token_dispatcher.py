@@ -22,7 +22,14 @@ from transformers import AutoConfig
 
 from shardformer import ShardConfig
 from shardformer.distributed import collectives
-from shardformer.layers.experts import ExpertCapacity, SharedExpert, TokenDispatcher, overfull, shard_experts
+from shardformer.layers.experts import (
+    ExpertCapacity,
+    SharedExpert,
+    TokenDispatcher,
+    overfull,
+    run_whole_experts,
+    shard_experts,
+)
 from zoo_tests.cuda_trace.recorder import recorded_on_meta
 from zoo_tests.harness.native import EXACT, known
 from zoo_tests.harness.ranks import distributed
@@ -134,25 +141,50 @@ def test_any_dtype_travels(dtype: torch.dtype) -> None:
     assert outcome.isfinite().all()
 
 
+def _passes(experts: nn.Module) -> tuple[list[str], Any]:
+    """Return the kernels of a forward pass that move rows, sorted, and all that was counted."""
+    with torch.device("meta"):
+        hidden, weights = torch.ones(4, 16).bfloat16(), torch.ones(4, CHOICES).bfloat16()
+        index = torch.zeros(4, CHOICES, dtype=torch.long)
+    with recorded_on_meta() as counts, torch.enable_grad():
+        outcome = experts(hidden, index, weights)
+    assert outcome.is_meta and outcome.shape == hidden.shape
+    names = [name.rpartition("::")[2].partition(".")[0] for name in counts.kernels.elements()]
+    moves = ("index", "index_select", "index_copy", "bmm", "mul", "clone")
+    return sorted(name for name in names if name in moves), counts
+
+
 @pytest.mark.parametrize("capacity", [None, 1.5])
 def test_a_gpu_is_waited_for_once_a_layer(capacity: float | None, two_fake_ranks: None) -> None:
     """For the sizes that the host needs: two rows of two ranks; never for a fixed number of rows."""
     with torch.device("meta"):
         block = _block("glm4_moe", 16, "grouped_mm").bfloat16()
-        hidden, weights = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(4, CHOICES, dtype=torch.bfloat16)
-        index = torch.zeros(4, CHOICES, dtype=torch.long)
     group, given = dist.group.WORLD, {"expert_rank_capacity_factor": capacity, "enable_tensor_parallelism": False}
     shard_experts(block, ShardConfig(expert_parallel_process_group=group, **given))
-    with recorded_on_meta() as counts, torch.enable_grad():
-        outcome = block.experts(hidden, index, weights)
-    assert outcome.is_meta and outcome.shape == hidden.shape
+    passes, counts = _passes(block.experts)
     lines = {place.partition(" < ")[0].rpartition("/")[2] for place in counts.syncs}
     assert len(lines) == (capacity is None), f"more than the sizes is waited for: {counts.syncs}"
-    names = [name.rpartition("::")[2].partition(".")[0] for name in counts.kernels.elements()]
-    passes = [name for name in names if name in ("index", "index_select", "index_copy", "bmm", "mul", "clone")]
     of_numbers = ["index_select"] if capacity is None else ["clone", "index", "index", "mul"]
     wanted = sorted([*of_numbers, "bmm", *["index_select"] * 4, "mul"])
-    assert sorted(passes) == wanted, "weighted rows; rows out and by expert, and back; gates"
+    assert passes == wanted, "weighted rows; rows out and by expert, and back; gates"
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
+def test_experts_of_one_rank(family: str) -> None:
+    """Rows by expert and back, and their weighted sum, with the numbers of experts one by one in fp64."""
+    plain, made = _block(family, 16), _block(family, 16, "grouped_mm").float()
+    run_whole_experts(made)
+    inputs = [known(9, 16, grad=True), _spread(9, 1) % 4, known(9, CHOICES, seed=2, grad=True), known(9, 16, seed=3)]
+    mine = [each.detach().float().requires_grad_() if each.is_floating_point() else each for each in inputs]
+    pairs = [(_run(made.experts, mine), _run(plain.experts, inputs))]
+    pairs += [(one.grad, each.grad) for one, each in zip(mine[:3:2], inputs[:3:2], strict=True)]
+    pairs += [(one.grad, each.grad) for one, each in zip(made.parameters(), plain.parameters(), strict=True)]
+    for found, expected in pairs:
+        if expected is not None:  # the router has none
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    if family == "glm4_moe":
+        passes, counts = _passes(made.to(device="meta", dtype=torch.bfloat16).experts)
+        assert passes == ["bmm", "index_select", "index_select", "mul"] and not counts.syncs, "mul: gates"
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
