@@ -189,7 +189,7 @@ def test_engines_of_the_ranks_get_each_tensor_and_share_the_prompts(
             for name, gap in worst.items()
             if gap > _TOLERANCE and not name.removeprefix("eval_").startswith(means)
         }
-        assert calls == slept and len(updates) == len(theirs) >= 3
+        assert calls == slept and len(updates) == len(theirs) >= 2
         for ours, plain in zip(updates, theirs, strict=True):
             if name != "grpo experts":  # TRL sends those of a layer as one tensor
                 assert ours.keys() == plain.keys()

@@ -289,6 +289,7 @@ def _handler_of(server: StandInServer) -> type[BaseHTTPRequestHandler]:
                 return
             data = json.dumps(answer).encode()
             self.send_response(status)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

@@ -109,7 +109,7 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         "booster.integrations.trl_async",
         "places > ends)",
         "places >= ends.clamp(min=1))",
-        (f"{_QUEUE}::test_segments_attend_along_their_paths[-1-0.0]",),
+        (f"{_QUEUE}::test_a_queue_trains_as_in_one_process[grpo capped-tp2]",),
     ),
     "TRL: metrics of replicas weigh the same": Edit(
         "booster.integrations.replicas",
