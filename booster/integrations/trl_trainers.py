@@ -134,9 +134,19 @@ class BoostedTRLTrainer:
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the trainer does, while meters look on."""
+        return self._metered(super()._generate, *args, **kwargs)
+
+    def _generate_vllm(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate by OnlineDPO's server, while meters look on; others do so inside of `_generate`."""
+        generate = super()._generate_vllm
+        return (
+            self._metered(generate, *args, **kwargs) if self._class_of_trl == _ONLINE_DPO else generate(*args, **kwargs)
+        )
+
+    def _metered(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             counts = [stack.enter_context(each.meter.generating()) for each in self._meters()]
-            found = super()._generate(*args, **kwargs)
+            found = generate(*args, **kwargs)
         # GRPO's are lists of ids; OnlineDPO's are padded, with a mask behind.
         tokens = found[3] if isinstance(found[1], Tensor) else sum(map(len, found[1]))
         for count in counts:
