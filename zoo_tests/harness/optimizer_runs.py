@@ -45,6 +45,12 @@ def _adafactor_of_transformers(model: nn.Module) -> Optimizers:
 def _adamw_8bit(model: nn.Module) -> Optimizers:
     import bitsandbytes
 
+    # In 32 bit: what Trainer names by its module, and what a script names by itself.
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    manager.register_module_override(model.get_input_embeddings(), "weight", {"optim_bits": 32})
+    manager.override_config(model.get_submodule("model.layers.1.mlp.down_proj").weight, "optim_bits", 32)
+    manager.register_parameters(model.parameters())
     return [bitsandbytes.optim.AdamW8bit(model.parameters(), lr=2e-3, min_8bit_size=1024)]
 
 

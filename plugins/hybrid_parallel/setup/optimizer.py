@@ -36,7 +36,7 @@ from plugins.hybrid_parallel.zero.optimizer import (
 )
 from plugins.hybrid_parallel.zero.reducer import GradientHooks, GradientReducer, take_hooks
 from plugins.hybrid_parallel.zero.stage3 import ParameterGathers
-from plugins.hybrid_parallel.zero.user_optimizer import place_states, take_states
+from plugins.hybrid_parallel.zero.user_optimizer import move_overrides, place_states, take_states
 from plugins.hybrid_parallel.zero.whole_parameters import WholeParameters
 from shardformer.distributed.process_groups import all_gather_json
 from shardformer.layers.parallel_module import replace_native_layers
@@ -90,6 +90,7 @@ def build_optimizer(
     parameters = dict(model.unwrap().named_parameters(remove_duplicate=False))
     order = _held(groups, names, parameters)
     old = {param: whole for param, whole in zip(chain(*order), chain(*groups), strict=True) if param is not None}
+    move_overrides(optim, ((whole, param) for param, whole in old.items()))
     granularity = granularity_of(optim)
     _choose_fused(optim, mesh.device)
     trained = _by_requires_grad(order, trains=True)

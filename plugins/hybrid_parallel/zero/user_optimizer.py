@@ -148,6 +148,24 @@ _LEAST = 2**16
 _AHEAD = 2  # buckets whose states are read before their step
 
 
+def move_overrides(optim: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Let options that bitsandbytes' `GlobalOptimManager` has for single parameters hold for what stands for them.
+
+    The manager knows parameters by identity, and by their places in the groups, which hold others here. Trainer asks
+    it for states of embeddings in 32 bit.
+
+    Args:
+        pairs: (parameter, tensor that the optimizer holds for it).
+    """
+    manager = getattr(optim, "mng", None)
+    if manager is None:
+        return
+    of_modules = manager.module_weight_config_triple
+    known = {id(getattr(module, name, None)): options for module, name, options in of_modules} | manager.pid2config
+    manager.pid2config |= {id(new): known[id(old)] for old, new in pairs if id(old) in known}
+    manager.index2config.clear()
+
+
 class Stepper:
     """Runs the steps of the user's optimizer, and keeps its states where they belong.
 
@@ -162,6 +180,8 @@ class Stepper:
 
     def step(self, updated: Sequence[Bucket | OwnedParameter], closure: Callable[[], Any] | None) -> Any:
         """Run a step on what the optimizer updates, and return what it returns."""
+        if hasattr(self._optim, "mng"):
+            move_overrides(self._optim, (pair for each in updated for pair in _pairs(each)))
         if closure is not None or not self._memory.is_offloaded:
             # On CPUs a batch gains nothing, and rounds otherwise.
             is_batched = type(self._optim) is torch.optim.Muon and any(each.params[0].is_cuda for each in updated[:1])
@@ -205,6 +225,14 @@ class Stepper:
         self._parts = [part for part in parts if part.places]
         self._parts.sort(key=lambda part: (part.holder.group_index, min(places[each] for each in part.places)))
         return self._parts
+
+
+def _pairs(holder: Bucket | OwnedParameter) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Yield the parameters of the model, each with what the optimizer updates for it."""
+    if isinstance(holder, OwnedParameter):
+        yield holder.local, holder.params[0]
+    else:
+        yield from ((holder.params[piece.index], piece.parameter) for piece in holder.pieces)
 
 
 class _Part:
@@ -412,10 +440,8 @@ class UserGroups:
         for each in owned:
             self._add(each.group_index, {each.params[0]: self._places[each.local]})
         for bucket in buckets:
-            pieces = [(piece.parameter, bucket.params[piece.index]) for piece in bucket.pieces]
-            self._add(
-                bucket.group_index, {piece: self._places[param] for piece, param in pieces if param not in self._wholes}
-            )
+            pieces = {piece: self._places[param] for param, piece in _pairs(bucket) if param not in self._wholes}
+            self._add(bucket.group_index, pieces)
         for group in self._groups:
             group["params"].sort(key=lambda param: self._held[id(param)])
 
