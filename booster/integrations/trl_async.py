@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 from shardformer.attention import log_once
 
+_STOPS_WITHIN_S = 30.0  # TRL gives a child 20
 _TEXTS = ("prompt", "completion")  # of a sample: for tables of rollouts, which one rank writes
 
 
@@ -108,9 +110,14 @@ class _Worker(_OfFirstRank):
         self.metrics_queue = _Queue("the queue of metrics", replicas, lambda: self.inside.metrics_queue)
 
     def stop(self) -> None:
-        """Stop it, also where one rank has failed and the others are elsewhere."""
+        """Stop it, also where one rank has failed and the others are elsewhere.
+
+        TRL's waits for ever for a child that has died, and would keep the job from ending.
+        """
         if self.inside is not None:
-            self.inside.stop()
+            stopping = Thread(target=self.inside.stop, daemon=True)
+            stopping.start()
+            stopping.join(_STOPS_WITHIN_S)
 
 
 class _WorkerOfTRL(_Worker):
