@@ -63,6 +63,8 @@ class HybridParallelPlugin(Plugin):
             self.config.parallel.data_parallel_size(dist.get_world_size())
         self._models: list[weakref.ref[HybridParallelModel]] = []
         self._checked: Callable[[], Any] = lambda: None  # returns the criterion that was checked last
+        # that of `boost`, whose layout check trains with it, or one of which was told that it does not
+        self._criterion: Callable[[Any, Any], Any] | None = None
         self._flops: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -205,6 +207,7 @@ class HybridParallelPlugin(Plugin):
         # Before the model: building it may draw random numbers, and errors in a loader are reported early.
         dataloaders = [self._loading.shard(dataloader) for dataloader in objects.dataloaders]
         model, optimizers = self._configure_model(objects)
+        self._criterion = objects.criterion
         return_freed_memory()  # of the whole model, if it had values
         return replace(objects, model=model, optimizers=optimizers, dataloaders=dataloaders)
 
@@ -241,6 +244,7 @@ class HybridParallelPlugin(Plugin):
     ) -> PipelineResult:
         """Run one batch through the pipeline."""
         from plugins.hybrid_parallel.step.passes import run_batch
+        from plugins.hybrid_parallel.verify.before_boost import tell_of_criterion
 
         check_boosted({"model": model, "optimizer": optimizer})
         if optimizer is not None:
@@ -252,6 +256,9 @@ class HybridParallelPlugin(Plugin):
         elif model.training and torch.is_grad_enabled():
             for each in model.optimizers:
                 each.has_missed_pass = True
+        if optimizer is not None and criterion is not None and criterion is not self._criterion:
+            tell_of_criterion(self.config)
+            self._criterion = criterion
         batch, criterion = self._adapt(next_batch(data_iter), model, criterion, return_loss or optimizer is not None)
         if optimizer is not None:
             self._loading.first_batches.compare(as_batch(batch))

@@ -1,7 +1,7 @@
-"""Every switch of the configurations, one at a time: exact, or refused in a sentence, on each axis with two ranks.
+"""Every switch of the configurations, alone or together: exact, or refused in a sentence, on each axis with two ranks.
 
     python -m zoo_tests.campaigns.switches [--only REGEX] [--layouts tp2,pp2,sp2,sp2-ulysses,cp2,cp2-ulysses,ep2]
-        [--log FILE] [--minutes N]
+        [--together] [--log FILE] [--minutes N]
         [--output docs/results/switches.md]
 
 A tiny model of one class of each family is trained plainly with one field of its configuration changed, and sharded:
@@ -9,6 +9,9 @@ the loss and every gradient are compared. Fields are truth values; names, with t
 compare them with; numbers of key heads; sizes that may be absent; and factors of 1. A change after which the
 parameters, the loss and the gradients are those of before is left out, and so is ep2 without experts. What is in the
 log is not trained again.
+
+With `--together`, all fields of a family are changed at once, each to its first other value. Where such a model does
+not train plainly, or is not exact, halves of the switches are tried, down to one: what conflicts is told by its name.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ gradient are compared. Changes that change nothing are left out. The table says 
 sp2 is tp2 with sequence parallelism, and "-ulysses" is `sequence_parallelism_mode="all_to_all"`.
 """
 _PLAIN, _LENGTH = "plain", 200
+_AND, _TOGETHER = " & ", "together"
 _KINDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForSequenceClassification")
 # Fields that say nothing about what is computed of a batch with labels.
 _NO_SWITCHES = re.compile(
@@ -72,12 +76,43 @@ class Switch:
 
     def applied_to(self, config: Any) -> Any:
         """A new configuration with the other value; raises whatever its class says about it."""
+        return Switches((self,)).applied_to(config)
+
+    @property
+    def counts_keys(self) -> bool:
+        """Whether it is a number of key heads, which stages do not count."""
+        return _KEY_HEADS.match(self.path[-1]) is not None
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Changed fields of a configuration, at once."""
+
+    each: tuple[Switch, ...]
+
+    def __str__(self) -> str:
+        return _AND.join(map(str, self.each))
+
+    def applied_to(self, config: Any) -> Any:
+        """A new configuration with the other values; raises whatever its class says about them."""
         values = config.to_dict()
-        part = values
-        for name in self.path[:-1]:
-            part = part[name]
-        part[self.path[-1]] = self.value
+        for switch in self.each:
+            part = values
+            for name in switch.path[:-1]:
+                part = part[name]
+            part[switch.path[-1]] = switch.value
         return _made(type(config), values)
+
+    @property
+    def counts_keys(self) -> bool:
+        """Whether all are numbers of key heads."""
+        return all(switch.counts_keys for switch in self.each)
+
+    @property
+    def halves(self) -> Iterator[Switches]:
+        """The first half of the switches, and the others."""
+        middle = len(self.each) // 2
+        yield from (Switches(part) for part in (self.each[:middle], self.each[middle:]))
 
 
 def _made(config_class: type, values: Mapping[str, Any]) -> Any:
@@ -172,7 +207,7 @@ def _trained(plain: PlainRun, config: Any) -> PlainRun:
     return PlainRun(case, train_reference(case), plain.criterion)
 
 
-def judge(plain: PlainRun, head: HeadClass, switch: Switch, layouts: Sequence[str]) -> dict[str, str] | None:
+def judge(plain: PlainRun, head: HeadClass, switch: Switch | Switches, layouts: Sequence[str]) -> dict[str, str] | None:
     """Layout -> "exact", or the reason; None if the switch changes nothing; or "plain" -> why plain training fails."""
     try:
         switched = _trained(plain, switch.applied_to(plain.case.tiny_model.config))
@@ -180,10 +215,36 @@ def judge(plain: PlainRun, head: HeadClass, switch: Switch, layouts: Sequence[st
         return {_PLAIN: f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LENGTH]}
     if _is_same(plain.trace, switched.trace):
         return None
-    if _KEY_HEADS.match(switch.path[-1]):  # stages do not count them
+    if switch.counts_keys:
         layouts = [layout for layout in layouts if layout != "pp2"] or layouts
     has_experts = next(expert_modules(switched.case.tiny_model.build()), None) is not None
     return {layout: sharded_verdict(head, layout, switched) for layout in layouts if layout != "ep2" or has_experts}
+
+
+def judge_together(
+    plain: PlainRun, head: HeadClass, switches: Switches, layouts: Sequence[str]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield switches that were turned at once, and their verdicts, as `judge` has them, or those of halves of them.
+
+    What is not exact is told of one switch, or of all where the class is refused in the same words without them.
+    """
+    found = judge(plain, head, switches, layouts)
+    if found is None:
+        return
+    told = {
+        layout: said
+        for layout, said in found.items()
+        if said == EXACT
+        or len(switches.each) == 1
+        or (kind_of(said) == "refused" and said == sharded_verdict(head, layout, plain))
+    }
+    if told:
+        yield str(switches), told
+    left = layouts if _PLAIN in found else [layout for layout in layouts if layout in found]
+    left = [layout for layout in left if layout not in told]
+    if left and len(switches.each) > 1:
+        for half in switches.halves:
+            yield from judge_together(plain, head, half, left)
 
 
 def _is_same(one: Trace, other: Trace) -> bool:
@@ -202,47 +263,75 @@ def source_of(head: HeadClass) -> str:
 
 
 def sweep(
-    families: Mapping[str, Sequence[HeadClass]], layouts: Sequence[str], known: Collection[str], until: float
+    families: Mapping[str, Sequence[HeadClass]],
+    layouts: Sequence[str],
+    known: Collection[str],
+    until: float,
+    together: bool = False,
 ) -> Iterator[tuple[str, str, dict[str, str] | None]]:
-    """Yield class, switch and verdicts of what is not known; after each class an empty switch."""
+    """Yield class, switch and verdicts of what is not known; after each class an empty switch, or `_TOGETHER`."""
+    mark = _TOGETHER if together else ""
     for family, heads in families.items():
-        if f"{family} " in known:
+        if f"{family} {mark}" in known:
             continue
         subject = subject_of(family, heads)
         name = family if subject is None else f"{family}/{subject[0].name}"
         if subject is not None:
             head, plain = subject
-            for switch in switches_of(plain.case.tiny_model.config, source_of(head)):
+            each = list(switches_of(plain.case.tiny_model.config, source_of(head)))
+            if together:
+                firsts = Switches(tuple({switch.path: switch for switch in reversed(each)}.values())[::-1])
+                yield from ((name, *verdicts) for verdicts in judge_together(plain, head, firsts, layouts))
+            for switch in () if together else each:
                 if f"{family} {switch}" in known:
                     continue
                 yield name, str(switch), judge(plain, head, switch, layouts)
                 if time.monotonic() > until:
                     return
-        yield name, "", {} if subject is not None else {_PLAIN: "no class with a plan trains"}
+        yield name, mark, {} if subject is not None else {_PLAIN: "no class with a plan trains"}
         if time.monotonic() > until:
             return
+
+
+def _table(found: Mapping[tuple[str, str], Mapping[str, str]], layouts: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a table of verdicts: (family/class, switch) -> layout -> verdict."""
+    yield from ("| Layout | families | exact | refused | other |", "|---|---|---|---|---|")
+    for layout in layouts:
+        verdicts = {key: each[layout] for key, each in found.items() if layout in each}
+        kinds = [kind_of(each) for each in verdicts.values()]
+        exact, refused = kinds.count(EXACT), kinds.count("refused")
+        families = len({name for name, _ in verdicts})
+        if verdicts:
+            yield f"| {layout} | {families} | {exact} | {refused} | {len(kinds) - exact - refused} |"
+
+
+def _together(found: Mapping[tuple[str, str], Mapping[str, str]], layouts: Sequence[str]) -> Iterator[str]:
+    """Yield the lines about switches that were turned at once."""
+    several = {key: each for key, each in found.items() if _AND in key[1]}
+    if several:
+        counts = sorted(switch.count(_AND) + 1 for _, switch in several)
+        yield from ("", "## Together", "")
+        yield f"All switches of a family at once, or as many as train plainly: {counts[0]} to {counts[-1]}, in the"
+        yield f"median {counts[len(counts) // 2]}. A refused one is told below, and the others were tried without it."
+        yield from ("", *_table(several, layouts))
 
 
 def page(found: Mapping[tuple[str, str], Mapping[str, str]], layouts: Sequence[str]) -> str:
     """The page of the documentation; found: (family/class, switch) -> layout -> verdict."""
     trained = {key: verdicts for key, verdicts in found.items() if _PLAIN not in verdicts}
-    rows = ["| Layout | families | exact | refused | other |", "|---|---|---|---|---|"]
+    alone = {key: verdicts for key, verdicts in trained.items() if _AND not in key[1]}
     reasons: dict[str, list[str]] = {}
     for layout in layouts:
-        verdicts = {key: each[layout] for key, each in trained.items() if layout in each}
-        kinds = [kind_of(each) for each in verdicts.values()]
-        exact, refused = kinds.count(EXACT), kinds.count("refused")
-        families = len({name for name, _ in verdicts})
-        rows.append(f"| {layout} | {families} | {exact} | {refused} | {len(kinds) - exact - refused} |")
-        for (name, switch), verdict in verdicts.items():
+        for (name, switch), each in trained.items():
             head = name.partition("/")[2]
-            sentence = verdict.removeprefix("booster.errors.ConfigurationError: ").replace(head, "the class")
-            if verdict != EXACT:
+            if each.get(layout, EXACT) != EXACT:
+                sentence = each[layout].removeprefix("booster.errors.ConfigurationError: ").replace(head, "the class")
                 reasons.setdefault(f"{layout}: {sentence}", []).append(f"{head} {switch}")
-    count = f"{len(trained)} switches of {len({name for name, _ in trained})} families"
+    count = f"{len(alone)} switches of {len({name for name, _ in alone})} families"
     others = f"{len(found) - len(trained)} others do not train plainly."
-    lines = [f"- {sentence}: {', '.join(switches)}" for sentence, switches in reasons.items()]
-    return "\n".join([_HEAD, f"{count}; {others}", "", *rows, "", "## What is not exact", "", *lines, ""])
+    told = [f"- {sentence}: {', '.join(switches)}" for sentence, switches in reasons.items()]
+    tables = [*_table(alone, layouts), *_together(trained, layouts)]
+    return "\n".join([_HEAD, f"{count}; {others}", "", *tables, "", "## What is not exact", "", *told, ""])
 
 
 def main() -> int:
@@ -250,6 +339,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regular expression on families")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--together", action="store_true", help="turn all switches of a family at once")
     parser.add_argument(
         "--log", type=Path, help="log (.jsonl): written after each switch, read at first; families in it are done"
     )
@@ -264,7 +354,7 @@ def main() -> int:
             families.setdefault(head.family, []).append(head)
     layouts, until = given.layouts.split(","), time.monotonic() + 60 * given.minutes
     try:
-        for entry in sweep(families, layouts, known, until):
+        for entry in sweep(families, layouts, known, until, given.together):
             entries.append(entry)
             add_row(given.log, entry)
             if entry[2]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
@@ -21,10 +22,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shardformer
+from booster.data.rows import PackingCollator, num_rows
 from booster.errors import ConfigurationError
 from booster.plugin import TrainingObjects
+from plugins.hybrid_parallel.boosted.forward_options import with_positions
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from shardformer.attention.backend import log_once
+from shardformer.attention.packed_documents import POSITIONS, may_be_packed, restart_flag
 from shardformer.distributed.process_groups import broadcast_json
+from shardformer.peft import model_inside
 
 _MOST_RANKS = 8  # of a layout that is checked as it is
 _LONGEST_AXES = {"tp": 16, "cp": 16, "ep": 16, "pp": 8}  # stages have a layer each, of which each rank builds all
@@ -126,14 +132,16 @@ def check_before_boost(objects: TrainingObjects, config: HybridParallelConfig) -
 
 def _report(objects: TrainingObjects, options: dict[str, Any], world_size: int) -> LayoutReport:
     try:
-        file = None if objects.criterion else _cache_file(objects.model, options, world_size)
+        loader = next(iter(objects.dataloaders), None)
+        file = None if objects.criterion else _cache_file(objects.model, options, world_size, loader)
         if file is not None:
             with suppress(OSError, ValueError, TypeError):
                 return LayoutReport(**json.loads(file.read_text(encoding="utf-8")))
         # Imported here: most answers are kept.
         from plugins.hybrid_parallel.verify.layout_check import CheckedModel, check_layout
 
-        subject = CheckedModel(objects.model, objects.criterion, partial(_first_samples, objects.dataloaders))
+        batch = partial(_first_samples, loader)
+        subject = CheckedModel(objects.model, objects.criterion, batch, _packed_rows(loader, batch, objects.model))
         report = check_layout(subject, options, world_size)
         if file is not None:
             _write(file, report)
@@ -144,9 +152,32 @@ def _report(objects: TrainingObjects, options: dict[str, Any], world_size: int) 
         )
 
 
-def _first_samples(loaders: Sequence[Any]) -> Mapping[str, Any]:
-    """Return a worker's first samples of the first loader as a batch: its data set may count its calls."""
-    loader = loaders[0] if loaders else None
+def tell_of_criterion(config: HybridParallelConfig) -> None:
+    """Say once that a criterion which `boost` has not got is no part of the layout check."""
+    parallel, mode = config.parallel, os.environ.get(_VARIABLE, config.debugging.check_layout)
+    is_cut = max(parallel.tp_size, parallel.pp_size, parallel.cp_size, parallel.ep_size) > 1
+    if is_cut and mode != "off" and dist.get_rank() == 0:
+        log_once(
+            "check_layout:",
+            "the criterion is not checked, because execute_pipeline() got it alone; give it to boost(), too",
+        )
+
+
+def _packed_rows(loader: Any, batch: Callable[[], Mapping[str, Any]], model: nn.Module) -> int:
+    """Return how many rows the first batch has, if these are packed documents; 0 if not, or if it cannot be read."""
+    if isinstance(getattr(loader, "collate_fn", None), PackingCollator):
+        return 1
+    if loader is None or POSITIONS not in inspect.signature(model_inside(model).forward).parameters:
+        return 0
+    with suppress(Exception):  # data sets fail with arbitrary exception types, and the check can do without
+        entries = with_positions(batch())
+        if may_be_packed(entries) and restart_flag(entries[POSITIONS]):
+            return num_rows(entries)
+    return 0
+
+
+def _first_samples(loader: Any) -> Mapping[str, Any]:
+    """Return a worker's first samples of a loader as a batch: its data set may count its calls."""
     dataset = getattr(loader, "dataset", None)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):
         raise NotCheckedError("boost() got no data loader over samples with numbers")
@@ -158,7 +189,7 @@ def _first_samples(loaders: Sequence[Any]) -> Mapping[str, Any]:
     return batch
 
 
-def _cache_file(model: nn.Module, options: Mapping[str, Any], world_size: int) -> Path | None:
+def _cache_file(model: nn.Module, options: Mapping[str, Any], world_size: int, loader: Any = None) -> Path | None:
     """Return the file of this check; None if its answer depends on more than can be written down."""
     if options.get("custom_policy") is not None or options.get("tp_info") is not None:
         return None
@@ -173,6 +204,7 @@ def _cache_file(model: nn.Module, options: Mapping[str, Any], world_size: int) -
         + sorted(map(_forward_of, {type(module) for module in model.modules()}))
         + [list(checked_layouts(options, world_size)), torch.__version__, transformers.__version__, _sources()]
         + [[file, os.stat(file).st_mtime_ns] for file in files]
+        + [_source_of_batches(loader)]
     )
     key = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -190,6 +222,20 @@ def _source_files(model: nn.Module) -> Iterator[str | None]:
     for name in sorted(modules):
         if name.partition(".")[0] not in ("torch", "transformers"):
             yield getattr(sys.modules.get(name), "__file__", None)
+
+
+def _source_of_batches(loader: Any) -> list[Any]:
+    """Return what makes the batches of a loader, which may be packed documents or not: names, files, switches."""
+    data, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    given = {name: value for name, value in vars(collate).items() if isinstance(value, bool)} if collate else {}
+    columns = getattr(data, "column_names", None)
+    if isinstance(data, list) and data and isinstance(data[0], Mapping):
+        columns = sorted(map(str, data[0]))
+    found: list[Any] = [given, columns]
+    for each in (type(data), collate if inspect.isfunction(collate) else type(collate)):
+        file = getattr(sys.modules.get(each.__module__), "__file__", None)
+        found.append([f"{each.__module__}.{each.__qualname__}", file and os.stat(file).st_mtime_ns])
+    return found
 
 
 def _forward_of(kind: type[nn.Module]) -> str:

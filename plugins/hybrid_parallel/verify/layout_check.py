@@ -4,14 +4,19 @@
 (`distributed/local_ranks.py`). The copy has the class and the configuration of the model, every switch, list and ratio
 of it, with sizes, thresholds and indexes brought inside a few layers, and noise on norms and biases; its loss and the
 gradient of every parameter are compared in fp64. If they differ, the first module and the first line of its code that
-differ are looked for.
+differ are looked for. Packed documents are tried where the first batch has some, and so is the user's criterion.
 
 Why values, and not types of a trace on fake tensors: spmd_types 0.3.1 wants types of inputs, weights and collectives,
 which those here, fused with products or run backwards, do not have; its local types pass a softmax over a rank's
 features. DTensor inserts what is missing, where this has to find that it is missing. A trace whose shapes tie tells
 nothing of other heads, another order, a sum counted twice, or a gradient that is not added up; and each operator needs
 a rule, which is a false alarm where it is wrong. Values need no rule: with random weights, two functions that agree in
-fp64 in each gradient are equal up to switches that do not fire. What depends on the true sizes alone is not shown.
+fp64 in each gradient are equal up to switches that do not fire.
+
+Why small sizes: values at true sizes take 64 GB for the weights of Llama 3.1 8B in fp64, and a step of it takes 4e14
+FLOPs for each 8,000 tokens. On fake tensors the plain step alone takes 1.2 to 1.6 s of a processor, a rank's about as
+long, and both are without values; the small copy takes 0.5 s in all. What true sizes decide before the step (whether
+they divide) `boost` checks on the model itself; index arithmetic of large tensors is tested on fake ones.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -39,6 +45,7 @@ import torch
 from accelerate.state import PartialState
 from torch import Tensor, nn
 
+from booster.data.rows import IGNORE_INDEX
 from booster.errors import ConfigurationError
 from booster.logging import quiet
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
@@ -58,12 +65,13 @@ from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, buil
 from plugins.hybrid_parallel.verify.train import (
     Criterion,
     RandomLossError,
-    Subject,
     Trace,
     VerifyCase,
+    inputs_of,
     train_on_rank,
     train_reference,
 )
+from shardformer.attention.packed_documents import looks_for_documents, reason_not_kept_apart
 from shardformer.cross_entropy import fused_linear
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.peft import model_inside
@@ -88,6 +96,7 @@ class CheckedModel:
     criterion: Criterion | None = None  # the user's loss; None for the model's own
     # returns the first samples of the user's batch; None if there is none
     batch: Callable[[], Mapping[str, Any]] | None = None
+    packed_rows: int = 0  # rows of the user's first batch, if these are packed documents
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,13 @@ class _Copies:
 
     def batch(self, model: nn.Module, step: int, rows: int) -> dict[str, Any]:
         return copy.deepcopy(self.batches(model, step, rows))
+
+    def packed(self, rows: int | None) -> _Copies:
+        """Return copies that train packed documents, in as many rows; None for one row of two documents a sample."""
+        reason = reason_not_kept_apart(self.built)
+        if reason or not looks_for_documents(self.built):
+            raise NotCheckedError(f"in plain transformers it {reason or 'looks for no documents'}, so that these meet")
+        return replace(self, batches=partial(_packed_batch, self.batches, rows))
 
 
 _of_thread = threading.local()  # is_first_step
@@ -192,13 +208,13 @@ def _out_of_the_job() -> Iterator[None]:
 def _check(subject: CheckedModel, options: Mapping[str, Any], world_size: int) -> LayoutReport:
     report, start, kind = LayoutReport(), time.process_time(), type(model_inside(subject.model)).__name__
     without_images: set[str] = set()
-    for small, count in checked_layouts(options, world_size):
+    for (small, count), (what, part) in product(checked_layouts(options, world_size), _parts_of(subject)):
         config = HybridParallelConfig.from_options(**small)
-        name = f"{kind}, {config.layout(small['dp_size'])}"
+        name = f"{kind}, {config.layout(small['dp_size'])}{what}"
         try:
             if time.process_time() - start > _LONGEST_CHECK_S:
                 raise NotCheckedError(f"the check takes longer than {_LONGEST_CHECK_S} s")
-            found = _difference(subject, small, count, without_images)
+            found = _difference(part, small, count, without_images)
         except Exception as error:  # models fail with arbitrary exception types
             report.not_checked.append(f"{name}, not checked: {_sentence(error)}")
             continue
@@ -210,6 +226,24 @@ def _check(subject: CheckedModel, options: Mapping[str, Any], world_size: int) -
     return report
 
 
+def _parts_of(subject: CheckedModel) -> Iterator[tuple[str, CheckedModel]]:
+    """Yield what is tried of a model, each with its name: its own loss, packed documents, and the user's criterion.
+
+    A model that no class and configuration make again is tried with the user's own batch and criterion alone.
+    """
+    try:
+        _config_of(model_inside(subject.model))
+    except NotCheckedError:
+        yield "", subject
+        return
+    own = replace(subject, criterion=None, packed_rows=0)
+    yield "", own
+    if subject.packed_rows:
+        yield ", packed rows", replace(own, packed_rows=subject.packed_rows)
+    if subject.criterion is not None:
+        yield ", with the criterion", replace(own, criterion=subject.criterion)
+
+
 def _difference(
     subject: CheckedModel, options: dict[str, Any], world_size: int, without_images: set[str]
 ) -> str | None:
@@ -219,7 +253,7 @@ def _difference(
     """
     record = partial(_LimitedLog, seconds=_LONGEST_S / world_size)
     trial, plain, precision = _plain(subject, options, record, without_images)
-    if _loses_by_parts(trial.tiny_model.built):
+    if _loses_by_parts(trial, subject.criterion):
         if options["ep_size"] > 1:
             raise NotCheckedError("what it computes of a part of a batch may differ, and replicas divide the batch")
         world_size //= options["dp_size"]
@@ -265,13 +299,18 @@ def _on_ranks(trial: VerifyCase, plain: Trace, world_size: int) -> tuple[VerifyC
     raise NotCheckedError(f"its small copy does not train under the layout: {_sentence(failed)}") from failed
 
 
-def _loses_by_parts(model: nn.Module) -> bool:
+def _loses_by_parts(trial: VerifyCase, criterion: Criterion | None) -> bool:
     """Return whether parts of a batch may add up to another loss, which is known, and no fault of a layout.
 
     So do the statistics of batch norms, and means of losses that are not transformers' own over unequal counts.
     """
-    is_own = not type(model_inside(model)).__module__.startswith("transformers.")
-    return is_own or has_batch_norms(model_inside(model))
+    model = model_inside(trial.tiny_model.built)
+    if not type(model).__module__.startswith("transformers.") or has_batch_norms(model):
+        return True
+    if criterion is None:
+        return False
+    batch = trial.tiny_model.batch(model, 0, trial.rows)
+    return not isinstance(criterion(model(**inputs_of(criterion, model, batch)), batch), tuple)
 
 
 def _train(trial: VerifyCase) -> Trace:
@@ -286,10 +325,15 @@ def _plain(
     parallel = HybridParallelConfig.from_options(**options)
     stages, reasons = parallel.parallel.pp_size * parallel.chunks_per_rank, {}
     parts = (options.get("num_microbatches") or options["pp_size"]) * options["dp_size"]
-    for make in (_with_images, _whole_size, _small_size, _own_object):
+    packs = subject.packed_rows > 0
+    if packs:
+        reasons[_with_images] = _NO_IMAGES
+    for make in (_whole_size, _small_size) if packs else (_with_images, _whole_size, _small_size, _own_object):
         for precision, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
             try:
                 copies, criterion = make(subject, options["tp_size"], stages, dtype)
+                if packs:
+                    copies = copies.packed(options["dp_size"] if subject.packed_rows == 1 else None)
                 # The second step is without padding, which not each model takes.
                 trial = VerifyCase(copies, max(2 * parts + 1, _LEAST_ROWS), 2, options, criterion, record=record)
                 try:
@@ -311,7 +355,7 @@ def _plain(
     raise NotCheckedError(reasons[_own_object if reasons[_small_size] == _NO_CONFIG else _small_size])
 
 
-def _with_images(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[Subject, Any]:
+def _with_images(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[_Copies, Any]:
     """Copy a model of texts and images, by its class and its configuration with small sizes."""
     model = model_inside(subject.model)
     config, kind = _config_of(model), type(model)
@@ -322,25 +366,24 @@ def _with_images(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.
     twin = image_twin_of(TinyModel(kind.__module__, kind.__name__, small, dtype))
     built = twin.build()
     _refuse_other_parts(built, model)
-    return _Copies(built, twin.batch), None
+    return _Copies(built, twin.batch), subject.criterion
 
 
-def _whole_size(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[Subject, Any]:
+def _whole_size(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[_Copies, Any]:
     """Copy a small model by its class and its configuration as it is."""
     model = model_inside(subject.model)
     if sum(param.numel() for param in model.parameters()) > _MOST_PARAMETERS:
         raise NotCheckedError("it has no small copy")
-    return _twin(model, _without_dropout(copy.deepcopy(_config_of(model))), dtype)
+    return _twin(subject, _for_training(copy.deepcopy(_config_of(model))), dtype)
 
 
-def _small_size(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[Subject, Any]:
+def _small_size(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[_Copies, Any]:
     """Copy a model by its class, and its configuration with small sizes."""
-    model = model_inside(subject.model)
-    config = _config_of(model)
-    return _twin(model, small_config(config, TwinSizes.of(config, tp_size, stages)), dtype)
+    config = _config_of(model_inside(subject.model))
+    return _twin(subject, small_config(config, TwinSizes.of(config, tp_size, stages)), dtype)
 
 
-def _own_object(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[Subject, Any]:
+def _own_object(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[_Copies, Any]:
     """Copy the model itself, which no class and configuration can make again, with a batch of the user's."""
     params = list(subject.model.parameters())
     if subject.batch is None or any(param.is_meta for param in params):
@@ -359,24 +402,54 @@ def _own_object(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.d
     return _Copies(model, batches), subject.criterion
 
 
-def _twin(model: nn.Module, config: Any, dtype: torch.dtype) -> tuple[Subject, Any]:
+def _twin(subject: CheckedModel, config: Any, dtype: torch.dtype) -> tuple[_Copies, Any]:
+    model = model_inside(subject.model)
     with torch.device("meta"):
         count = sum(param.numel() for param in type(model)(copy.deepcopy(config)).parameters())
     if count > _MOST_PARAMETERS:
         raise NotCheckedError(f"its small copy would have {count:,} parameters")
     built = build_small(type(model), config, dtype)
     _refuse_other_parts(built, model)
-    criterion = None if takes_labels(type(model)) else distance_from_wave
+    has_labels = takes_labels(type(model))
+    criterion = subject.criterion or (None if has_labels else distance_from_wave)
 
     def batches(model: nn.Module, step: int, rows: int) -> dict[str, Any]:
-        batch = batch_for(model, step, rows, has_labels=criterion is None)
+        batch = batch_for(model, step, rows, has_labels=has_labels)
         if step:  # without padding, for which other attention may run
             batch.pop("attention_mask", None)
-        elif criterion is None:
+        elif has_labels:
             _read_last_token(batch, model.config)
         return cast(batch, dtype)
 
     return _Copies(built, batches), criterion
+
+
+def _packed_batch(
+    batches: Callable[[nn.Module, int, int], dict[str, Any]],
+    packed_rows: int | None,
+    model: nn.Module,
+    step: int,
+    rows: int,
+) -> dict[str, Any]:
+    """Make a batch of packed documents of another batch: its samples, without padding, one behind the other.
+
+    Args:
+        packed_rows: of the batch, whose `position_ids` restart where a document starts; None for `rows`.
+    """
+    batch = batches(model, step, 2 * rows)
+    ids, packed_rows = batch["input_ids"], packed_rows or rows
+    mask = batch.pop("attention_mask", torch.ones_like(ids)).bool()
+    others = [name for name, value in batch.items() if not isinstance(value, Tensor) or value.shape != ids.shape]
+    if others:
+        raise NotCheckedError(f"it has {others[0]}, which belongs to no token")
+    width = int(mask.sum()) // packed_rows
+    batch["starts"] = (mask.cumsum(1) == 1) & mask
+    batch = {name: value[mask][: packed_rows * width].view(packed_rows, width) for name, value in batch.items()}
+    starts, places = batch.pop("starts"), torch.arange(width)
+    starts[:, 0] = True
+    if "labels" in batch:  # the loss of heads that predict the next token crosses no border
+        batch["labels"].masked_fill_(starts, IGNORE_INDEX)
+    return batch | {"position_ids": places - (places * starts).cummax(1).values}
 
 
 def _read_last_token(batch: dict[str, Any], config: Any) -> None:
@@ -407,10 +480,13 @@ def _refuse_other_parts(built: nn.Module, model: nn.Module) -> None:
         raise NotCheckedError("its parameters are not those that its class makes of its configuration")
 
 
-def _without_dropout(config: Any) -> Any:
+def _for_training(config: Any) -> Any:
+    """Switch off dropout and caches, in place; with a cache, transformers looks for no packed documents."""
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
-            _without_dropout(value)
+            _for_training(value)
+        elif name == "use_cache":
+            config.use_cache = False
         elif isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
             setattr(config, name, 0.0)
     return config

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
 from booster import Booster, ConfigurationError
+from booster.data.rows import PackingCollator
 from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel.data.microbatch import PackedRow
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_threads
 from plugins.hybrid_parallel.setup import input_checks
 from plugins.hybrid_parallel.verify import before_boost, image_twin, layout_check
@@ -203,6 +206,82 @@ def test_a_mutant_is_found(name: str) -> None:
         assert process.submit(verdict_of, name).result()["mutant"].startswith("found")
 
 
+def _sum_over_rows(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    labels = batch["labels"][:, 1:].flatten()
+    losses = nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels, reduction="none")
+    return losses.sum(), len(batch["labels"])
+
+
+def _mean_as_sum(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """A mistake: micro-batches of other numbers of rows weigh alike."""
+    total, count = _sum_over_rows(outputs, batch)
+    return total / count, 1
+
+
+CUTS, WITH = PackedRow.cuts, ", with the criterion"
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "given", "what"),
+    [
+        (PP, 2, {"packed_rows": 1}, ", packed rows"),
+        (TP | PP, 4, {"criterion": _sum_over_rows}, WITH),
+        pytest.param(CP, 2, {"packed_rows": 1}, ", packed rows", marks=pytest.mark.slow),
+        pytest.param(PP, 4, {"packed_rows": 1}, ", packed rows", marks=pytest.mark.slow),  # a row for each replica
+        pytest.param(TP | PP, 8, {"packed_rows": 3}, ", packed rows", marks=pytest.mark.slow),
+        pytest.param(CP, 2, {"criterion": _sum_over_rows}, WITH, marks=pytest.mark.slow),
+        # a mean is tried of one micro-batch
+        pytest.param(PP, 4, {"criterion": lambda *given: _mean_as_sum(*given)[0]}, WITH, marks=pytest.mark.slow),
+    ],
+)
+def test_packed_rows_and_a_criterion_are_tried_too(
+    layout: dict[str, Any], world_size: int, given: dict[str, Any], what: str
+) -> None:
+    report = check_layout(CheckedModel(llama(), **given), layout, world_size)
+    own, further = report.proved
+    assert further == own + what and not report.findings + report.not_checked
+
+
+def test_faults_of_packed_rows_and_of_a_criterion_are_found_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        PackedRow, "cuts", lambda *given: [0, *(each + 1 for each in CUTS(*given)[1:-1]), CUTS(*given)[-1]]
+    )
+    report = check_layout(CheckedModel(llama(), packed_rows=1, criterion=_mean_as_sum), PP, 2)
+    packed, criterion = report.findings
+    assert len(report.proved) == 1 and "packed rows: " in packed and f"{WITH[2:]}: " in criterion
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "reason"),
+    [
+        (llama, {"criterion": lambda outputs, batch: batch["weights"].sum()}, "KeyError: 'weights'"),
+        (lambda: model_of("bert/BertForMaskedLM", None), {"packed_rows": 1}, "makes its masks without position_ids"),
+    ],
+)
+def test_what_else_cannot_be_tried_is_told(model: Callable[[], nn.Module], given: dict[str, Any], reason: str) -> None:
+    report = check_layout(CheckedModel(model(), **given), TP, 2)
+    [line] = report.not_checked
+    assert len(report.proved) == 1 and reason in line and not report.findings
+
+
+def test_packed_rows_are_known_by_the_first_batch() -> None:
+    places = torch.tensor([0, 1, 2, 0, 1])
+    samples = [{"input_ids": torch.arange(5), "position_ids": each} for each in (torch.arange(5), places, places)]
+    documents = [[{"input_ids": torch.arange(3), "labels": torch.arange(3)}] * 2]
+    loaders = [
+        None,
+        DataLoader(samples[:1]),
+        DataLoader(samples, 3),
+        DataLoader([each | {"attention_mask": torch.ones(5)} for each in samples], 3),
+        DataLoader(documents, collate_fn=PackingCollator()),
+    ]
+    batches = [partial(before_boost._first_samples, loader) for loader in loaders]
+    found = [before_boost._packed_rows(*each, llama()) for each in zip(loaders, batches, strict=True)]
+    assert found == [0, 0, 3, 0, 1]
+    files = {before_boost._cache_file(llama(), TP, 2, loader) for loader in loaders}
+    assert len(files) == 4  # two have samples of the same entries
+
+
 def test_large_layouts_are_tried_by_their_axes() -> None:
     options = {"tp_size": 8, "cp_size": 8, "pp_size": 16, "num_microbatches": 64, "precision": "bf16"}
     sizes = [
@@ -367,7 +446,7 @@ def test_the_caller_notices_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     loader = DataLoader(data, 4, collate_fn=lambda samples: {"x": torch.stack(samples)})
-    batch = before_boost._first_samples([loader])
+    batch = before_boost._first_samples(loader)
     assert len(report.proved) == 1 and batch["x"].shape == (4, 3)
     assert seen and not any(seen) and PartialState._shared_state is job
     assert data.calls == 0 and torch.equal(data.numbers.get_state(), numbers)
@@ -402,6 +481,28 @@ def test_boost_refuses_on_all_ranks_before_anything_is_changed(tmp_path: str) ->
     finally:
         modeling_llama.LlamaMLP.forward = MLP
     assert _in_a_job("refuse", f"{tmp_path}/sound") == "boosted"
+
+
+@distributed(2)
+def test_a_criterion_that_boost_did_not_get_is_told_once() -> None:
+    told: list[str] = []
+    before, before_boost.log_once = before_boost.log_once, lambda *said: told.append(said[1])
+    mode = os.environ.pop("BOOSTER_CHECK_LAYOUT", None)
+    try:
+        booster = Booster(plugin=HybridParallelPlugin(**TP, check_layout="warn"))
+        model = LlamaForCausalLM(llama().config)
+        os.environ["BOOSTER_CHECK_LAYOUT"] = "off"
+        model, optimizer, own = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), _mean_as_sum)
+        del os.environ["BOOSTER_CHECK_LAYOUT"]
+        batch = {"input_ids": torch.arange(1, 9)[None], "labels": torch.arange(1, 9)[None]}
+        for criterion in (None, own, _sum_over_rows, _sum_over_rows):
+            booster.execute_pipeline(batch, model, criterion, optimizer)
+    finally:
+        before_boost.log_once = before
+        os.environ["BOOSTER_CHECK_LAYOUT"] = mode or "off"
+    assert told == [
+        "the criterion is not checked, because execute_pipeline() got it alone; give it to boost(), too"
+    ] * (dist.get_rank() == 0)
 
 
 def test_an_answer_is_kept_until_a_source_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
