@@ -244,7 +244,6 @@ class HybridParallelPlugin(Plugin):
     ) -> PipelineResult:
         """Run one batch through the pipeline."""
         from plugins.hybrid_parallel.step.passes import run_batch
-        from plugins.hybrid_parallel.verify.before_boost import tell_of_criterion
 
         check_boosted({"model": model, "optimizer": optimizer})
         if optimizer is not None:
@@ -257,6 +256,8 @@ class HybridParallelPlugin(Plugin):
             for each in model.optimizers:
                 each.has_missed_pass = True
         if optimizer is not None and criterion is not None and criterion is not self._criterion:
+            from plugins.hybrid_parallel.verify.before_boost import tell_of_criterion
+
             tell_of_criterion(self.config)
             self._criterion = criterion
         batch, criterion = self._adapt(next_batch(data_iter), model, criterion, return_loss or optimizer is not None)

@@ -363,7 +363,7 @@ def main() -> int:
         stop_pools()
     found: dict[tuple[str, str], dict[str, str]] = {}
     for name, switch, verdicts in entries:  # of runs with different layouts, too
-        if switch and verdicts:
+        if switch not in ("", _TOGETHER) and verdicts:
             found.setdefault((name, switch), {}).update(verdicts)
     if given.output:
         given.output.write_text(page(found, layouts), encoding="utf-8")

@@ -39,7 +39,7 @@ def test_a_switch_trains_like_plain_training(family: str, name: str, switch: Swi
     assert judge(found[1], found[0], switch, [layout]) == {layout: EXACT}
 
 
-_CUT = "cannot be cut into pipeline stages"
+_CUT, _MEET = "cannot be cut into pipeline stages", "does not tell where its tokens meet"
 
 
 @pytest.mark.slow
@@ -47,6 +47,7 @@ _CUT = "cannot be cut into pipeline stages"
     ("family", "name", "switch", "layout", "said"),
     [
         ("dpt", "DPTForDepthEstimation", Switch(("readout_type",), "add"), "pp2", _CUT),  # lacks a list of layers
+        ("detr", "DetrForObjectDetection", Switch(("auxiliary_loss",), True), "sp2", _MEET),  # stacks outputs of layers
         ("hubert", "HubertForSequenceClassification", Switch(("use_weighted_layer_sum",), True), "pp2", _CUT),
         ("moshi", "MoshiForCausalLM", Switch(("num_key_value_heads",), 1), "tp2", "does not divide the 1 heads"),
     ],

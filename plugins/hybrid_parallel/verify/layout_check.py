@@ -458,7 +458,7 @@ def _read_last_token(batch: dict[str, Any], config: Any) -> None:
     is_special = any(
         name.endswith(("token_id", "token_index")) and value == last for name, value in vars(config).items()
     )
-    if ids is None or ids.dim() != 2 or labels is None or labels.shape != ids.shape or last < 0 or is_special:
+    if ids is None or ids.dim() != 2 or getattr(labels, "shape", None) != ids.shape or last < 0 or is_special:
         return
     if int(ids[0, 2]) == int(labels[0, 2]):  # of a language model
         ids[0, 2] = labels[0, 2] = last

@@ -67,7 +67,12 @@ def add_sequence_regions(table: Table, model: nn.Module, stages: StageLayout, co
 
 
 def divisible_lists(table: Table, model: nn.Module, stages: StageLayout | None) -> list[str]:
-    """Return the paths of the lists of layers that can process slices of a sequence."""
+    """Return the paths of the lists of layers that can process slices of a sequence.
+
+    A detector with an auxiliary loss stacks the outputs of its layers, of which the last one alone is made whole.
+    """
+    if getattr(getattr(model, "config", None), "auxiliary_loss", False):
+        return []
     paths = [] if stages is None else [each.layers for each in stages.chain]
     return [path for path in paths if _can_be_divided(table, model, path)]
 
