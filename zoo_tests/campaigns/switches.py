@@ -326,7 +326,8 @@ def page(found: Mapping[tuple[str, str], Mapping[str, str]], layouts: Sequence[s
             head = name.partition("/")[2]
             if each.get(layout, EXACT) != EXACT:
                 sentence = each[layout].removeprefix("booster.errors.ConfigurationError: ").replace(head, "the class")
-                reasons.setdefault(f"{layout}: {sentence}", []).append(f"{head} {switch}")
+                what = f"{switch.count(_AND) + 1} switches together" if _AND in switch else switch
+                reasons.setdefault(f"{layout}: {sentence}", []).append(f"{head} {what}")
     count = f"{len(alone)} switches of {len({name for name, _ in alone})} families"
     others = f"{len(found) - len(trained)} others do not train plainly."
     told = [f"- {sentence}: {', '.join(switches)}" for sentence, switches in reasons.items()]
