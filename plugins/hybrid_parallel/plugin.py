@@ -65,6 +65,7 @@ class HybridParallelPlugin(Plugin):
         self._checked: Callable[[], Any] = lambda: None  # returns the criterion that was checked last
         # that of `boost`, whose layout check trains with it, or one of which was told that it does not
         self._criterion: Callable[[Any, Any], Any] | None = None
+        self._tell_of_criterion: Callable[[], None] = lambda: None
         self._flops: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -256,9 +257,7 @@ class HybridParallelPlugin(Plugin):
             for each in model.optimizers:
                 each.has_missed_pass = True
         if optimizer is not None and criterion is not None and criterion is not self._criterion:
-            from plugins.hybrid_parallel.verify.before_boost import tell_of_criterion
-
-            tell_of_criterion(self.config)
+            self._tell_of_criterion()
             self._criterion = criterion
         batch, criterion = self._adapt(next_batch(data_iter), model, criterion, return_loss or optimizer is not None)
         if optimizer is not None:
@@ -363,8 +362,9 @@ class HybridParallelPlugin(Plugin):
             return None, []
         # Imported here: most processes that import the plugin train nothing.
         from plugins.hybrid_parallel.setup.optimizer import build_trained
-        from plugins.hybrid_parallel.verify.before_boost import check_before_boost
+        from plugins.hybrid_parallel.verify.before_boost import check_before_boost, tell_of_criterion
 
+        self._tell_of_criterion = partial(tell_of_criterion, self.config)
         check_optimizers_as_given(objects.optimizers)
         model = model_as_given(objects.model)
         told = check_before_boost(replace(objects, model=model), self.config)
