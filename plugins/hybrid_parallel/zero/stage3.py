@@ -506,6 +506,11 @@ class ParameterGathers:
                 UseInBackward(partial(self._begin_use, units), partial(self._end_use, units)).watch(results, given)
             elif given or any(param.requires_grad for unit in units for each in unit.members for param in each.params):
                 self._pinned.update(units)  # the results are in an object that hides them
+        # Some modules return a view of their own parameter, which is read later (Perceiver's positions).
+        returned = {each.untyped_storage()._cdata for each in tree_leaves(outputs) if isinstance(each, Tensor)}
+        self._pinned.update(
+            unit for unit in units if any(each.flat.untyped_storage()._cdata in returned for each in unit.members)
+        )
         if not in_backward():  # a layer that is recomputed there is about to be used
             self._release(units)
 

@@ -10,9 +10,14 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from booster import Booster
+from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.zero.stage3 import UseInBackward
+from zoo_tests.harness.ranks import distributed
 
 
 class _Events(list):
@@ -59,3 +64,41 @@ def test_a_pass_that_leaves_an_input_out() -> None:
     (result.sum() + 0.0 * used.sum()).backward(retain_graph=True)
     unused.sum().backward()
     assert events == ["begin", "end"]
+
+
+class _Positions(nn.Module):
+    """Returns a view of its own parameter, [rows, 16, 64], as Perceiver's positions and latents do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 1024).view(16, 64))
+
+    def forward(self, rows: int) -> Tensor:
+        return self.table.expand(rows, -1, -1)
+
+
+class _Positioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = _Positions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(self.positions(len(x)), (64,)).cos() * x[:, None, None]
+
+
+@distributed(2)
+def test_a_module_may_return_a_view_of_its_parameter() -> None:
+    x, plain = torch.arange(4.0), _Positioned()
+    expected = plain(x).mean()
+    expected.backward()
+    model = _Positioned()
+    booster = Booster(plugin=HybridParallelPlugin(zero_stage=3))
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model(x=x).mean(), expected)
+        share = {"x": x[2 * dist.get_rank() :][:2]}
+        booster.execute_pipeline(iter([share]), model, criterion=lambda out, _: out.mean(), optimizer=optimizer)
+        gradients = optimizer.full_gradients()
+        torch.testing.assert_close(gradients["positions.table"], plain.positions.table.grad)
+        optimizer.zero_grad()
