@@ -16,15 +16,15 @@ import pytest
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple
 from zoo_tests.architecture.hops import REPOSITORY, Hops, sizes
 
-SIZES = {"files": 290, "lines": 75_441, "import lines": 4_855, "files with checks": 63}
+SIZES = {"files": 290, "lines": 75_441, "import lines": 4_863, "files with checks": 63}
 HOPS = {
     "modules at import": 115,
-    "files of boost": 77,
+    "files of boost": 78,
     "files of a first step": 48,
     "files of a step": 44,
-    "functions of a step": 306,
+    "functions of a step": 309,
     "depth of a step": 14,
-    "calls of a step": 748,
+    "calls of a step": 765,
 }
 
 
