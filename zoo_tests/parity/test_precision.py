@@ -233,13 +233,13 @@ def _trained_router(precision: str) -> None:
     routers = {name: param for name, param in model.unwrap().named_parameters() if "router" in name}
     before = {name: param.detach().clone() for name, param in routers.items()}
     loss = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer).loss
-    torch.testing.assert_close(loss.float(), expected, rtol=1e-5 if precision == "fp32" else 1e-2, atol=0)
+    torch.testing.assert_close(loss.float().cpu(), expected, rtol=1e-5 if precision == "fp32" else 1e-2, atol=0)
     gradients = optimizer.full_gradients()
     optimizer.step()
     for name, param in routers.items():
         assert not torch.equal(param, before[name]) and param.dtype == before[name].dtype
         if precision == "fp32":
-            torch.testing.assert_close(gradients[name], plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(gradients[name].cpu(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
