@@ -45,10 +45,7 @@ class _OfFirstRank:
 
     def __init__(self, what: str, replicas: Replicas, make: Callable[[], Any]) -> None:
         self._what, self._replicas, self.inside = what, replicas, None
-        self._ask("start", partial(self._take, make))
-
-    def _take(self, make: Callable[[], Any]) -> None:
-        self.inside = make()
+        self._ask("start", lambda: setattr(self, "inside", make()))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self._ask(name, lambda: getattr(self.inside, name)(*args, **kwargs))

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +138,9 @@ class BoostedTRLTrainer:
 
     def _generate_vllm(self, *args: Any, **kwargs: Any) -> Any:
         """Generate by OnlineDPO's server, while meters look on; others do so inside of `_generate`."""
-        generate = super()._generate_vllm
-        return (
-            self._metered(generate, *args, **kwargs) if self._class_of_trl == _ONLINE_DPO else generate(*args, **kwargs)
-        )
+        if self._class_of_trl != _ONLINE_DPO:
+            return super()._generate_vllm(*args, **kwargs)
+        return self._metered(super()._generate_vllm, *args, **kwargs)
 
     def _metered(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -319,8 +318,13 @@ class BoostedTRLTrainer:
 
     def _move_model_to_vllm(self) -> None:
         """Send OnlineDPO's server what `save_model` would write, merged; raises ServerError on all ranks."""
-        self.vllm_client.update_named_params(announced(merged_weights(self)), merged_weights(self))
+        self.vllm_client.update_named_params(self._announced_weights, merged_weights(self))
         self.vllm_client.reset_prefix_cache()
+
+    @cached_property
+    def _announced_weights(self) -> list[tuple[str, str, list[int]]]:
+        """Names, dtypes and shapes, for which all weights are gathered once; training changes none of them."""
+        return announced(merged_weights(self))
 
     def _as_wide_on_all_replicas(self, *found: Any) -> tuple[Any, ...]:
         """Pad prompts in front and answers behind as one process does: OnlineDPO's metrics count padding too."""

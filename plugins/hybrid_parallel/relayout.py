@@ -178,8 +178,8 @@ def _whole_model(model: HybridParallelModel) -> nn.Module:
 def _take_options(config: Any, present: Any) -> None:
     """Set in a configuration, and in those inside it, what a script has set in the present one."""
     for name, value in vars(present).items():
-        if hasattr(value, "to_dict"):
-            _take_options(getattr(config, name), value)
+        if hasattr(value, "to_dict") and hasattr(inside := getattr(config, name, None), "to_dict"):
+            _take_options(inside, value)
         elif not name.startswith("_"):  # names of kernels, which follow the layout
             setattr(config, name, copy.deepcopy(value))
 

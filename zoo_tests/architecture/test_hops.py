@@ -16,7 +16,7 @@ import pytest
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple
 from zoo_tests.architecture.hops import REPOSITORY, Hops, sizes
 
-SIZES = {"files": 290, "lines": 75_441, "import lines": 4_863, "files with checks": 63}
+SIZES = {"files": 290, "lines": 75_442, "import lines": 4_863, "files with checks": 63}
 HOPS = {
     "modules at import": 115,
     "files of boost": 78,
