@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from zoo_tests.architecture.sources import REPOSITORY, tree_of
+
 _LIBRARY = ("shardformer", "booster", "plugins", "hybrid_booster")
 _CHECK = re.compile(r"_?(check|refuse)(_\w+)?|\w*problems?")
 
@@ -30,7 +31,7 @@ def sizes() -> dict[str, int]:
     """Files, lines, lines of import statements, and files with functions that check or refuse something."""
     files = [path for package in _LIBRARY for path in (REPOSITORY / package).rglob("*.py")]
     texts = [path.read_text(encoding="utf-8") for path in files]
-    trees = [[*ast.walk(ast.parse(text))] for text in texts]
+    trees = [[*ast.walk(tree_of(path))] for path in files]
     imports = [node for tree in trees for node in tree if isinstance(node, ast.Import | ast.ImportFrom)]
     return {
         "files": len(files),

@@ -19,9 +19,8 @@ from pathlib import Path
 import pytest
 
 import shardformer
+from zoo_tests.architecture.sources import LIBRARY, REPOSITORY, files_of, named, tree_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-LIBRARY = ("shardformer", "booster", "plugins/hybrid_parallel", "hybrid_booster")
 ALL = (*LIBRARY, "examples", "benchmarks", "zoo_tests")
 # Package -> first names that it may import of what is ours.
 MAY_IMPORT = {
@@ -71,19 +70,6 @@ MIN_FILE = 75  # lines of a file that one other of its folder imports
 MAX_IMPORTS_IN_FUNCTIONS = 47
 MAX_LOOSE = 6  # files at the top of a package
 MAX_FUNCTION = 60
-
-
-def files_of(*packages: str) -> list[Path]:
-    return sorted(path for package in packages for path in (REPOSITORY / package).rglob("*.py"))
-
-
-def named(path: Path) -> str:
-    return str(path.relative_to(REPOSITORY))
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imports_in(nodes: Iterator[ast.AST]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zoo_tests.architecture.test_layering import LIBRARY, files_of, named, tree_of
+from zoo_tests.architecture.sources import LIBRARY, files_of, named, tree_of
 
 MUTATING = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft"),

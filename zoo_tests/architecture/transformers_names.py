@@ -23,7 +23,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from zoo_tests.architecture.sources import REPOSITORY, tree_of
+
 LIST = Path(__file__).with_suffix(".json")
 _LIBRARY = ("shardformer", "booster", "plugins", "hybrid_booster")
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
@@ -95,7 +96,7 @@ def used_private_names(package: Path) -> dict[str, set[str]]:
 def _used(names_in: Callable[[ast.AST], Iterator[str]]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file in sorted(path for package in _LIBRARY for path in (REPOSITORY / package).rglob("*.py")):
-        for name in set(names_in(_parsed(file))):
+        for name in set(names_in(tree_of(file))):
             found.setdefault(name, set()).add(str(file.relative_to(REPOSITORY)))
     return found
 
@@ -112,7 +113,7 @@ def state_of(name: str, transformers: Path) -> dict[str, str] | None:
         return None
     if not member:
         return {"text": "module", "digest": ""}
-    nodes = [_parsed(_file_of(module, transformers))]
+    nodes = [tree_of(_file_of(module, transformers))]
     for part in member.split("."):
         nodes = [child for node in nodes for child in _definitions(node) if part in _targets(child)]
     return _described(nodes[0]) if nodes else None
@@ -242,7 +243,7 @@ def _private_paths(tree: ast.AST, package: Path) -> Iterator[str]:
 def _private_members(package: Path, owners: tuple[str, ...]) -> dict[str, str]:
     """Private name -> dotted name of the member of a class in these modules, or of what functions add to objects."""
     found: dict[str, str] = {}
-    modules = {module: _parsed(_file_of(module, package)) for module in owners}
+    modules = {module: tree_of(_file_of(module, package)) for module in owners}
     classes = [(f"{module}.{node.name}", node) for module, tree in modules.items() for node in _classes(tree)]
     for owner, node in (*classes, *modules.items()):
         for name in (name for child in _definitions(node) for name in _targets(child)):
@@ -274,15 +275,11 @@ def _split(name: str, transformers: Path) -> tuple[str | None, str]:
     return None, name
 
 
+@cache
 def _file_of(module: str, transformers: Path) -> Path | None:
     path = transformers.joinpath(*module.split("."))
     candidates = (path.with_suffix(".py"), path / "__init__.py", path.with_suffix(".pyi"), path / "__init__.pyi")
     return next((each for each in candidates if each.is_file()), None)
-
-
-@cache
-def _parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.AST]:

@@ -17,6 +17,7 @@ import pytest
 from plugins.hybrid_parallel.config.options import OPTIONS
 from shardformer.policies.plans.plan import declared_plans, proposed_plans
 from shardformer.policies.registry import supported_classes
+from zoo_tests.architecture.sources import files_of, tree_of
 from zoo_tests.architecture.transformers_names import read_list
 from zoo_tests.docs.pages import PAGES, REPOSITORY, anchors_of, links_of, rows_of, sentences_of
 
@@ -129,8 +130,7 @@ def _option_rows() -> list[list[str]]:
 @cache
 def _strings_of_library() -> tuple[str, ...]:
     """Every string of the library's code, as one line each, with "…" for what is filled in."""
-    files = (file for package in ("shardformer", "booster", "plugins") for file in (REPOSITORY / package).rglob("*.py"))
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    nodes = [node for file in files_of("shardformer", "booster", "plugins") for node in ast.walk(tree_of(file))]
     filled = [
         "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
         for node in nodes
