@@ -64,7 +64,7 @@ test-newest:
 	$(NEWEST_VENV)/bin/python -m pip list | grep -E '^(torch|transformers|accelerate|peft|trl|lightning) '
 	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python $(SUITE) --sample $(ARGS)
 
-ON_CUDA := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --device simcuda -m "not slow" --numprocesses $(WORKERS)
+ON_CUDA := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --device simcuda --sample --numprocesses $(WORKERS)
 
 # Of the tests beside plain training, those of what a device can get wrong; the others repeat them for other models.
 CUDA_PARITY := adapters context_parallel deferred_logits dropout expert_parallel features out_of_vocabulary plain_loops \

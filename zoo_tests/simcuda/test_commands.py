@@ -65,6 +65,7 @@ def test_doctor(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["axes"]["tp"]["latency_s"] > 0
 
 
+@pytest.mark.slow
 def test_plan_measures_the_gpus(model: str) -> None:
     sizes = ("--devices", "2", "--global-batch", "4", "--sequence-length", "32", "--precision", "fp32", "--max-tp", "2")
     out = booster("plan", model, *sizes, "--device", "this-machine", module="zoo_tests.simcuda.small_plan")
@@ -72,6 +73,7 @@ def test_plan_measures_the_gpus(model: str) -> None:
     assert "measured on cuda:0" in out and "measured on cuda:1" in out
 
 
+@pytest.mark.slow
 def test_bert_example(tmp_path: Path) -> None:
     """With its own default precision, which is bf16 on GPUs."""
     script = REPOSITORY / "examples" / "bert" / "finetune.py"
@@ -85,6 +87,7 @@ def test_bert_example(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_in_a_collective_are_named() -> None:
     trial = Trial("skipping", "step", 3, LAYOUTS[0])
     outcome = trial.run()

@@ -87,7 +87,9 @@ def compare(family: str, options: dict[str, Any]) -> tuple[int, int, int]:
     return len(recorder.recorded), recorder.overwritten, counters["inductor"]["cudagraph_skips"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if number else ()) for number, name in enumerate(CASES)]
+)
 def test_weights_stay_at_their_addresses_and_results_end_with_the_step(name: str) -> None:
     family, world_size, options, recorded = CASES[name]
     for found in run_on_ranks(world_size, compare, family, options, device="simcuda"):

@@ -36,7 +36,7 @@ PIPELINES: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> (ranks, row
 }
 
 
-# Every other one is left to the whole suite.
+# Every other one is sampled.
 PARAMETERS = [pytest.param(name, marks=pytest.mark.slow if number % 2 else ()) for number, name in enumerate(PIPELINES)]
 
 

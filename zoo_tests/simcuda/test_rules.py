@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zoo_tests.harness.ranks import distributed, run_on_ranks
+from zoo_tests.harness.ranks import distributed, run_on_ranks, under_load
 from zoo_tests.simcuda import rules
 
 SOON_S = 1.0
@@ -55,7 +55,7 @@ def on_device(*sizes: int, **options: Any) -> Tensor:
 
 def new_group(**options: Any) -> ProcessGroup:
     """A group of its own for each fault: what it leaves behind must not reach the next one."""
-    return dist.new_group(timeout=timedelta(seconds=3), **options)
+    return dist.new_group(timeout=timedelta(seconds=under_load(3)), **options)
 
 
 def refusal_of(action: Callable[[], Any]) -> str:

@@ -123,8 +123,15 @@ def reference(family: str, rows: int = ROWS) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+# Each layout with one of the two families; the others are sampled.
+_CASES = [
+    pytest.param(family, layout, marks=pytest.mark.slow if (place + number) % 2 else ())
+    for place, family in enumerate(FAMILIES)
+    for number, layout in enumerate(LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), _CASES)
 def test_losses_are_those_of_the_cpu(family: str, layout: str) -> None:
     world_size, options = LAYOUTS[layout]
     for device, losses in run_on_ranks(world_size, train, family, options, device="simcuda"):
@@ -230,8 +237,14 @@ def continue_from_checkpoint(
     return went_on, [second.step(number) for number in (1, 2)]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+@pytest.mark.parametrize(
+    ("layout", "asynchronous"),
+    [
+        ("tp2", True),
+        ("dp2", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("tp2", False), ("dp2", True)]),
+    ],
+)
 def test_checkpoint(layout: str, asynchronous: bool, tmp_path: Path) -> None:
     """The copy for an asynchronous save is in pinned memory, which holds NaN until the host has waited for it."""
     world_size, options = LAYOUTS[layout]
