@@ -8,7 +8,7 @@ A tiny model of one class of each family is trained plainly with one field of it
 the loss and every gradient are compared. Fields are truth values; names, with the values that the sources of the family
 compare them with; numbers of key heads; sizes that may be absent; and factors of 1. A change after which the
 parameters, the loss and the gradients are those of before is left out, and so is ep2 without experts. What is in the
-log is not trained again.
+log is not trained again. `--output` adds the log's verdicts to `switches.json`, and writes the page of all that it has.
 
 With `--together`, all fields of a family are changed at once, each to its first other value. Where such a model does
 not train plainly, or is not exact, halves of the switches are tried, down to one: what conflicts is told by its name.
@@ -33,20 +33,11 @@ from shardformer.layers.experts import expert_modules
 from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, refusal, sharded_verdict
 from zoo_tests.campaigns.census.verdict import EXACT, add_row, kind_of, read_rows
+from zoo_tests.campaigns.switches_page import AND, PLAIN, TOGETHER, page, read_kept, with_rows, write_kept
 from zoo_tests.harness.ranks import stop_pools
 
 LAYOUTS = ("tp2", "pp2")
-_HEAD = """# Switches of configurations
-
-Written by `python -m zoo_tests.campaigns.switches --output docs/results/switches.md`; do not edit.
-
-A tiny model of one class of each family is trained on two ranks and plainly, with one field of its configuration
-changed at a time: truth values, names, numbers of key heads, sizes that may be absent, factors of 1. The loss and every
-gradient are compared. Changes that change nothing are left out. The table says how many families a layout was tried on;
-sp2 is tp2 with sequence parallelism, and "-ulysses" is `sequence_parallelism_mode="all_to_all"`.
-"""
-_PLAIN, _LENGTH = "plain", 200
-_AND, _TOGETHER = " & ", "together"
+_LENGTH = 200
 _KINDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForSequenceClassification")
 # Fields that say nothing about what is computed of a batch with labels.
 _NO_SWITCHES = re.compile(
@@ -91,7 +82,7 @@ class Switches:
     each: tuple[Switch, ...]
 
     def __str__(self) -> str:
-        return _AND.join(map(str, self.each))
+        return AND.join(map(str, self.each))
 
     def applied_to(self, config: Any) -> Any:
         """A new configuration with the other values; raises whatever its class says about them."""
@@ -212,7 +203,7 @@ def judge(plain: PlainRun, head: HeadClass, switch: Switch | Switches, layouts: 
     try:
         switched = _trained(plain, switch.applied_to(plain.case.tiny_model.config))
     except Exception as error:  # a configuration that the class does not take, or a model that does not train
-        return {_PLAIN: f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LENGTH]}
+        return {PLAIN: f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LENGTH]}
     if _is_same(plain.trace, switched.trace):
         return None
     if switch.counts_keys:
@@ -240,7 +231,7 @@ def judge_together(
     }
     if told:
         yield str(switches), told
-    left = layouts if _PLAIN in found else [layout for layout in layouts if layout in found]
+    left = layouts if PLAIN in found else [layout for layout in layouts if layout in found]
     left = [layout for layout in left if layout not in told]
     if left and len(switches.each) > 1:
         for half in switches.halves:
@@ -269,8 +260,8 @@ def sweep(
     until: float,
     together: bool = False,
 ) -> Iterator[tuple[str, str, dict[str, str] | None]]:
-    """Yield class, switch and verdicts of what is not known; after each class an empty switch, or `_TOGETHER`."""
-    mark = _TOGETHER if together else ""
+    """Yield class, switch and verdicts of what is not known; after each class an empty switch, or `TOGETHER`."""
+    mark = TOGETHER if together else ""
     for family, heads in families.items():
         if f"{family} {mark}" in known:
             continue
@@ -288,51 +279,9 @@ def sweep(
                 yield name, str(switch), judge(plain, head, switch, layouts)
                 if time.monotonic() > until:
                     return
-        yield name, mark, {} if subject is not None else {_PLAIN: "no class with a plan trains"}
+        yield name, mark, {} if subject is not None else {PLAIN: "no class with a plan trains"}
         if time.monotonic() > until:
             return
-
-
-def _table(found: Mapping[tuple[str, str], Mapping[str, str]], layouts: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a table of verdicts: (family/class, switch) -> layout -> verdict."""
-    yield from ("| Layout | families | exact | refused | other |", "|---|---|---|---|---|")
-    for layout in layouts:
-        verdicts = {key: each[layout] for key, each in found.items() if layout in each}
-        kinds = [kind_of(each) for each in verdicts.values()]
-        exact, refused = kinds.count(EXACT), kinds.count("refused")
-        families = len({name for name, _ in verdicts})
-        if verdicts:
-            yield f"| {layout} | {families} | {exact} | {refused} | {len(kinds) - exact - refused} |"
-
-
-def _together(found: Mapping[tuple[str, str], Mapping[str, str]], layouts: Sequence[str]) -> Iterator[str]:
-    """Yield the lines about switches that were turned at once."""
-    several = {key: each for key, each in found.items() if _AND in key[1]}
-    if several:
-        counts = sorted(switch.count(_AND) + 1 for _, switch in several)
-        yield from ("", "## Together", "")
-        yield f"All switches of a family at once, or as many as train plainly: {counts[0]} to {counts[-1]}, in the"
-        yield f"median {counts[len(counts) // 2]}. A refused one is told below, and the others were tried without it."
-        yield from ("", *_table(several, layouts))
-
-
-def page(found: Mapping[tuple[str, str], Mapping[str, str]], layouts: Sequence[str]) -> str:
-    """The page of the documentation; found: (family/class, switch) -> layout -> verdict."""
-    trained = {key: verdicts for key, verdicts in found.items() if _PLAIN not in verdicts}
-    alone = {key: verdicts for key, verdicts in trained.items() if _AND not in key[1]}
-    reasons: dict[str, list[str]] = {}
-    for layout in layouts:
-        for (name, switch), each in trained.items():
-            head = name.partition("/")[2]
-            if each.get(layout, EXACT) != EXACT:
-                sentence = each[layout].removeprefix("booster.errors.ConfigurationError: ").replace(head, "the class")
-                what = f"{switch.count(_AND) + 1} switches together" if _AND in switch else switch
-                reasons.setdefault(f"{layout}: {sentence}", []).append(f"{head} {what}")
-    count = f"{len(alone)} switches of {len({name for name, _ in alone})} families"
-    others = f"{len(found) - len(trained)} others do not train plainly."
-    told = [f"- {sentence}: {', '.join(switches)}" for sentence, switches in reasons.items()]
-    tables = [*_table(alone, layouts), *_together(trained, layouts)]
-    return "\n".join([_HEAD, f"{count}; {others}", "", *tables, "", "## What is not exact", "", *told, ""])
 
 
 def main() -> int:
@@ -362,15 +311,12 @@ def main() -> int:
                 print(f"{entry[0]} {entry[1]}: {entry[2]}", flush=True)
     finally:
         stop_pools()
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for name, switch, verdicts in entries:  # of runs with different layouts, too
-        if switch not in ("", _TOGETHER) and verdicts:
-            found.setdefault((name, switch), {}).update(verdicts)
     if given.output:
-        given.output.write_text(page(found, layouts), encoding="utf-8")
-    return int(
-        any(kind_of(v) not in (EXACT, "refused") for each in found.values() for at, v in each.items() if at != _PLAIN)
-    )
+        kept = with_rows(read_kept(), entries, given.together)
+        write_kept(kept)
+        given.output.write_text(page(kept), encoding="utf-8")
+    verdicts = [said for *_, each in entries for layout, said in (each or {}).items() if layout != PLAIN]
+    return int(any(kind_of(said) not in (EXACT, "refused") for said in verdicts))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ the family. `python -m zoo_tests.campaigns.switches` turns every switch of every
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from zoo_tests.campaigns.census.classes import HeadClass
 from zoo_tests.campaigns.census.verdict import EXACT
 from zoo_tests.campaigns.switches import Switch, judge, source_of, subject_of, switches_of
+from zoo_tests.campaigns.switches_page import page, read_kept, with_rows
 
 _CASES = [
     ("olmoe", "OlmoeForCausalLM", Switch(("clip_qkv",), 0.1), "tp2"),  # in place
@@ -58,3 +61,19 @@ def test_what_another_configuration_cannot_do_is_refused(
     found = subject_of(family, [HeadClass(family, name)])
     assert found is not None
     assert said in (judge(found[1], found[0], switch, [layout]) or {})[layout]
+
+
+def test_the_page_counts_what_was_kept_and_a_family_that_is_tried_again_once() -> None:
+    reason = "booster.errors.ConfigurationError: {0} has one head; use 1; and more of…"
+    rows = [("a/A", f"x={x}", {"tp2": EXACT, "cp2": reason.format("A")}) for x in "12"]
+    rows += [("a/A", "y=1", {"plain": "ValueError: y"}), ("a/A", "z=1", None), ("a/A", "", {}), ("b/B", "x=1", {})]
+    kept = with_rows(with_rows({}, rows, together=False), rows, together=False)
+    kept = with_rows(kept, [("a/A", "x=1 & y=2", {"tp2": "loss differs"}), ("a/A", "together", {})], together=True)
+    text = page(kept)
+    assert "2 switches of 1 families; 1 others do not train plainly." in text
+    assert "| a | A | 2 of 3, 1 other | 0 of 2 |" in text
+    assert "- the class has one head; use 1 (2 under cp2): A\n" in text
+
+
+def test_the_page_is_that_of_what_is_kept() -> None:
+    assert page(read_kept()) == (Path(__file__).parents[2] / "docs/results/switches.md").read_text(encoding="utf-8")
