@@ -11,6 +11,8 @@ What accelerate counts as a process is here a data-parallel replica.
 from __future__ import annotations
 
 import os
+import socket
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -28,13 +30,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
-from booster.integrations.accelerate_options import (
-    asked_of_launch,
-    check_options,
-    check_version,
-    variables_of_this_rank,
-)
 from booster.integrations.accelerate_state import ReplicaValues, StateFolders
+from booster.integrations.arguments import asked_of_launch, check_accelerator, check_release
 from booster.integrations.fused_head import FusedHead
 from booster.integrations.metrics import join_metrics
 from booster.integrations.prepared_loader import (
@@ -50,6 +47,7 @@ from booster.integrations.replicas import Replicas
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin, load_plugin
 from booster.wrappers import ModelWrapper, OptimizerWrapper
+from shardformer.distributed.process_groups import world_group
 
 
 class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
@@ -71,10 +69,10 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
             raise ConfigurationError(
                 "Accelerator() got no plugin; give the layout, as in plugin=HybridParallelPlugin(tp_size=2)"
             )
-        check_version(accelerate.__version__)
+        check_release("accelerate", accelerate.__version__)
         plugin = load_plugin(plugin) if isinstance(plugin, str) else plugin
         on_gpu = torch.cuda.is_available()
-        check_options(options, getattr(plugin, "precision", "fp32"), on_gpu)
+        check_accelerator(options, getattr(plugin, "precision", "fp32"), on_gpu)
         launch_from_torch(seed=None, **asked_of_launch(options))
         self.replicas = Replicas(plugin)
         join_metrics(self.replicas)
@@ -428,3 +426,32 @@ def _is_loader(each: Any) -> bool:
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     return (param for group in optimizer.param_groups for param in group["params"])
+
+
+@contextmanager
+def variables_of_this_rank() -> Iterator[None]:
+    """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` unless all are set; all ranks call it."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    known = {name: os.environ.get(name) for name in names}
+    missing = torch.tensor(int(None in known.values()))
+    dist.all_reduce(missing, dist.ReduceOp.MAX, group=world_group())
+    if not missing:
+        yield
+        return
+    rank, machines = dist.get_rank(), _machines()
+    here = [each for each, machine in enumerate(machines) if machine == machines[rank]]
+    values = (rank, len(machines), here.index(rank), len(here))
+    os.environ.update({name: str(value) for name, value in zip(names, values, strict=True)})
+    try:
+        yield
+    finally:
+        for name, value in known.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _machines() -> list[int]:
+    """Return a number of the machine of each rank."""
+    own = torch.tensor(zlib.crc32(socket.gethostname().encode()))
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own, group=world_group())
+    return [int(each) for each in found]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
+from booster.integrations.arguments import check_number, refuse_options
 from booster.integrations.replicas import Replicas, holds_tensors, map_tensors
 from booster.plugin import take_state
 from shardformer.distributed.process_groups import world_group
@@ -56,7 +57,7 @@ class StateFolders:
             ConfigurationError: if a model has several optimizers, the folder exists already under automatic naming, or
                 for options of another engine.
         """
-        _refuse("save_state", options)
+        refuse_options("save_state", options)
         folder = self._new_folder(output_dir)
         self._save(folder)
         self._remove_oldest()
@@ -72,7 +73,7 @@ class StateFolders:
         Raises:
             ConfigurationError: if there is no such state, or it is of other objects.
         """
-        _refuse("load_state", options | (load_kwargs or {}))
+        refuse_options("load_state", options | (load_kwargs or {}))
         self._load(self._latest_folder() if input_dir is None else Path(input_dir))
 
     def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
@@ -112,17 +113,17 @@ class StateFolders:
         groups = self._groups()
         if not _path(folder, 0).is_dir():
             raise ConfigurationError(f"{folder} holds no state of save_state(); give the folder that it returned")
-        _check_number("models", len(groups), len(list(folder.glob(f"{_STATE}*"))), folder)
+        check_number("models", len(groups), len(list(folder.glob(f"{_STATE}*"))), folder)
         objects = self._custom_objects
-        _check_number("registered objects", len(objects), len(list(folder.glob("custom_*.json"))), folder)
+        check_number("registered objects", len(objects), len(list(folder.glob("custom_*.json"))), folder)
         loaded = [self.booster.load_checkpoint(_path(folder, index), **each) for index, each in enumerate(groups)]
         extra = loaded[0]
         self.step = extra["step"]
-        _check_number("schedulers", len(self._schedulers), len(extra["schedulers"]), folder)
+        check_number("schedulers", len(self._schedulers), len(extra["schedulers"]), folder)
         factor = extra["samples_per_step"] / self._samples_per_step()
         for scheduler, state in zip(self._schedulers, extra["schedulers"], strict=True):
             scheduler.load(state, factor)
-        _check_number("dataloaders", len(self._dataloaders), len(extra["loaders"]), folder)
+        check_number("dataloaders", len(self._dataloaders), len(extra["loaders"]), folder)
         for loader, state in zip(self._dataloaders, extra["loaders"], strict=True):
             loader.load_state_dict(state, continues=self.use_stateful_dataloader)
         for index, each in enumerate(objects):
@@ -198,14 +199,6 @@ class StateFolders:
         return sorted(folders, key=lambda path: int(path.name.rpartition("_")[2]))
 
 
-def _check_number(kind: str, prepared: int, saved: int, folder: Path) -> None:
-    if prepared != saved:
-        raise ConfigurationError(
-            f"{folder} is the state of {saved} {kind}, and the accelerator has {prepared}; prepare and register what "
-            "was saved"
-        )
-
-
 def _write_custom(custom: Any, file: Path | None) -> None:
     """Write an object's state as JSON, its tensors as safetensors; without a file, check it alone."""
     tensors: list[Tensor] = []
@@ -233,11 +226,6 @@ def _path(folder: Path, index: int) -> Path:
 
 def _custom_file(folder: Path, index: int) -> Path:
     return folder / f"custom_checkpoint_{index}.json"
-
-
-def _refuse(method: str, options: dict[str, Any]) -> None:
-    if options:
-        raise ConfigurationError(f"{method}() cannot take {sorted(options)} under a layout; leave it out")
 
 
 class ReplicaValues:

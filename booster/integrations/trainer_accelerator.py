@@ -53,6 +53,8 @@ class CountedReplicas(PartialState):
     which one of all ranks saves and logs.
     """
 
+    counts_replicas = True
+
     def __init__(self, count: Callable[[], int]) -> None:
         # accelerate's own object shares its attributes with all others of its class.
         self.__dict__ = {name: value for name, value in PartialState().__dict__.items() if name != "num_processes"}

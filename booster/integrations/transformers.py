@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
+from booster.integrations import arguments
 from booster.integrations.metrics import of_all_samples
 from booster.integrations.prepared_loader import skipping
 from booster.integrations.trainer_accelerator import CountedReplicas, TrainerAccelerator
-from booster.integrations.trainer_arguments import check_arguments, check_job, check_model, check_version
 from booster.integrations.trainer_checkpoints import MeterCallback, TrainerCheckpoints
 from booster.integrations.trainer_loss import TrainerLoss
-from booster.integrations.trl_arguments import check_callbacks
 from booster.integrations.trl_trainers import trl_mixins
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
@@ -48,7 +47,7 @@ def boosted(trainer_class: type) -> type:
     import transformers
     from transformers import Trainer
 
-    check_version(transformers.__version__)
+    arguments.check_release("transformers", transformers.__version__)
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise ConfigurationError(
             f"boosted() got {trainer_class!r}, which does not derive from transformers.Trainer; give the class, as in "
@@ -70,14 +69,14 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
         self.plugin = plugin
         super().__init__(*args, **kwargs)
         self._take_loss_functions()
-        check_model(self.model, self.args, self.plugin)
+        arguments.check_model(self.model, self.args, self.plugin)
 
     # ----- the accelerator -----
 
     def create_accelerator_and_postprocess(self) -> None:
         """Replace accelerate's Accelerator by the one that boosts."""
-        check_job(self.args)
-        check_arguments(self.args, self.plugin)
+        arguments.check_job(self.args)
+        arguments.check_arguments(self.args, self.plugin)
         self.args._n_gpu = min(self.args.n_gpu, 1)
         super().create_accelerator_and_postprocess()
         self.accelerator = TrainerAccelerator(plugin=self.plugin, **self._accelerator_options)
@@ -165,7 +164,7 @@ class BoostedTrainer(TrainerLoss, TrainerCheckpoints):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer class does; a resumed epoch goes on after the batches that it has seen."""
-        check_callbacks(self.callback_handler.callbacks, self.plugin)
+        arguments.check_callbacks(self.callback_handler.callbacks, self.plugin)
         with _boosted_loaders_skip():
             return super().train(*args, **kwargs)
 

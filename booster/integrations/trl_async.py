@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from booster.integrations.arguments import check_asynchronous
 from booster.integrations.replicas import Replicas
-from booster.integrations.trl_arguments import check_asynchronous
 from booster.integrations.trl_server import ServerError, announced, merged_weights, said, sending
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin

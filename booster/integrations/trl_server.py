@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from booster.errors import ConfigurationError
+from booster.integrations.arguments import ranks_of_replica
 from booster.integrations.replicas import Replicas
-from booster.integrations.trl_arguments import ranks_of_replica
 from shardformer.distributed.process_groups import all_gather_json
 
 

@@ -19,18 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from booster.errors import ConfigurationError
+from booster.integrations import arguments
 from booster.integrations.fused_head import AdapterReference
 from booster.integrations.trainer_accelerator import LossInProgress
-from booster.integrations.trainer_arguments import check_arguments, check_job
-from booster.integrations.trl_arguments import (
-    ASYNCHRONOUS,
-    GROUPED,
-    check_options,
-    check_options_of_model,
-    check_trainer_class,
-    count_generations,
-)
 from booster.integrations.trl_rollouts import CheckedRewards, ToolsOfFirstRank, rollout_of_first_rank
 from booster.integrations.trl_server import announced, merged_weights, served
 from booster.launch import launch_from_torch
@@ -51,8 +42,8 @@ def trl_mixins(trainer_class: type) -> tuple[type, ...]:
     names = _names_in_trl(trainer_class)
     if not names:
         return ()
-    check_trainer_class(names)
-    if names[0] in ASYNCHRONOUS:
+    arguments.check_trainer_class(names)
+    if names[0] in arguments.ASYNCHRONOUS:
         from booster.integrations.trl_async import BoostedAsyncTrainer
 
         return BoostedAsyncTrainer, BoostedTRLTrainer
@@ -72,10 +63,10 @@ class BoostedTRLTrainer:
             # TRL tokenizes before Trainer asks: what cannot hold is said before that.
             for given in (*args, *kwargs.values()):
                 if hasattr(given, "per_device_train_batch_size"):
-                    check_job(given)
-                    check_arguments(given, plugin)
-                    check_options(_names_in_trl(type(self)), given, plugin)
-                    count_generations(given, plugin.dp_size)
+                    arguments.check_job(given)
+                    arguments.check_arguments(given, plugin)
+                    arguments.check_trl_options(_names_in_trl(type(self)), given, plugin)
+                    arguments.count_generations(given, plugin.dp_size)
         self._num_stored = 0
         self._tools = ToolsOfFirstRank(self)
         if kwargs.get("environment_factory") is not None:
@@ -85,14 +76,14 @@ class BoostedTRLTrainer:
         self.accelerator.draws_as_plain = hasattr(self, "generation_config")
         if hasattr(self, "_forward_redirection"):  # the boosted model is called itself
             self._forward_redirection = lambda wrapper, model, method, inner, *args: method(wrapper, *args)
-        check_options_of_model(self)
+        arguments.check_options_of_model(self)
         self._watch_programs_outside()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let all ranks run what TRL's main process does where that alone talks to a server."""
         super().create_accelerator_and_postprocess()
         alone = self._class_of_trl == _ONLINE_DPO and self.args.use_vllm
-        self.accelerator.all_ranks_lead = alone or self._class_of_trl in ASYNCHRONOUS
+        self.accelerator.all_ranks_lead = alone or self._class_of_trl in arguments.ASYNCHRONOUS
 
     def _send_telemetry(self) -> None:
         if dist.get_rank() == 0:
@@ -155,7 +146,7 @@ class BoostedTRLTrainer:
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return what a step trains on, which meters count; the loader has prompts alone."""
         if isinstance(inputs, list):
-            self._check_shares(len(inputs))
+            arguments.check_shares(self, len(inputs))
         for callback in self._meters():
             callback.training.close()
         made = super()._prepare_inputs(inputs)
@@ -259,17 +250,8 @@ class BoostedTRLTrainer:
         for dataset in (self.train_dataset, self.eval_dataset):
             rest = len(dataset or ()) % (self.args.per_device_train_batch_size * replicas)
             if 0 < rest < replicas:
-                raise _unlike_shares(self, [0] * (replicas - rest) + [1] * rest)
+                raise arguments.unlike_shares(self, [0] * (replicas - rest) + [1] * rest)
         super()._estimate_optimal_values()
-
-    def _check_shares(self, rows: int) -> None:
-        """Refuse, on all replicas, a batch of which one has no samples, or fewer where groups are compared."""
-        if self.plugin.dp_size == 1:
-            return
-        counts = self.accelerator.replicas.gather(torch.tensor(rows, device=self.args.device)).tolist()
-        compares = self._class_of_trl in (*GROUPED, "SDPOTrainer") or self.accelerator.all_ranks_lead
-        if min(counts) == 0 or (compares and len(set(counts)) > 1):
-            raise _unlike_shares(self, counts)
 
     # ----- ORPO and CPO, which add a mean over tokens to one over pairs -----
 
@@ -296,7 +278,7 @@ class BoostedTRLTrainer:
         own = torch.stack([counted.sum(), counted.new_tensor(len(counted), dtype=torch.int64)])
         everyone = replicas.gather(own[None])
         if not everyone[:, 1].all():
-            raise _unlike_shares(self, everyone[:, 1].tolist(), "each needs one")
+            raise arguments.unlike_shares(self, everyone[:, 1].tolist(), "each needs one")
         (tokens, pairs), (all_tokens, all_pairs) = own.tolist(), everyone.sum(0).tolist()
         scores = super().concatenated_forward(model, batch)
         mean = scores[4] if tokens or not all_tokens else torch.zeros_like(scores[4])  # not the nan of no tokens
@@ -309,7 +291,7 @@ class BoostedTRLTrainer:
         if self._class_of_trl != _ONLINE_DPO or self.plugin.dp_size == 1:
             return super().training_step(model, inputs, *args, **kwargs)
         rows = len(inputs["prompt"])
-        self._check_shares(rows)
+        arguments.check_shares(self, rows)
         self.accelerator.losses_by_rows = True
         with self.accelerator.computing_loss(LossInProgress(rows, answers=2)):
             loss = super().training_step(model, inputs, *args, **kwargs)
@@ -487,13 +469,6 @@ def _joined(name: str, known: list[tuple[int, float]]) -> float:
     if "min_" in name or "max_" in name:
         return min(values) if "min_" in name else max(values)
     return sum(weight * value for weight, value in known) / max(sum(weight for weight, _ in known), 1)
-
-
-def _unlike_shares(trainer: Any, counts: list[int], why: str = "generate for as many each") -> ConfigurationError:
-    return ConfigurationError(
-        f"the replicas of a {type(trainer).__name__} get {counts} samples of a batch, and {why}; "
-        f"use as many samples as make whole batches, or dataloader_drop_last=True"
-    )
 
 
 @contextmanager

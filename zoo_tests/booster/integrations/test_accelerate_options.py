@@ -1,6 +1,6 @@
 """Options of `Accelerator` that cannot hold under a layout, and other bad input: one sentence each, on all ranks.
 
-What breaks here first: an option that accelerate adds. Look in `booster/integrations/accelerate_options.py`.
+What breaks here first: an option that accelerate adds. Look in `booster/integrations/arguments.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader
 
 import booster.integrations.accelerate as ours
 from booster.errors import ConfigurationError
-from booster.integrations.accelerate import Accelerator
-from booster.integrations.accelerate_options import OLDEST, variables_of_this_rank
+from booster.integrations.accelerate import Accelerator, variables_of_this_rank
+from booster.integrations.arguments import OLDEST
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.accelerate_loop import bert, collate, fresh_accelerate, samples
 from zoo_tests.docs.pages import REPOSITORY, rows_of
@@ -149,7 +149,10 @@ def test_bad_input_is_named() -> None:
             Accelerator(plugin="tp2")
         with pytest.raises(ConfigurationError, match="plugin=2 is no parallel training strategy; give one"):
             Accelerator(plugin=2)
-        old = rf"accelerate 0.34.2 is too old for booster.integrations.accelerate; install accelerate>={OLDEST}"
+        old = (
+            r"accelerate 0.34.2 is too old for booster.integrations.accelerate; install accelerate>="
+            + OLDEST["accelerate"]
+        )
         with mock.patch("accelerate.__version__", "0.34.2"), pytest.raises(ConfigurationError, match=old):
             Accelerator(plugin=HybridParallelPlugin())
         accelerator = Accelerator(plugin=HybridParallelPlugin(tp_size=2))

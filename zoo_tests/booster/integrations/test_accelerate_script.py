@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from booster.integrations.accelerate_options import variables_of_this_rank
+from booster.integrations.accelerate import variables_of_this_rank
 from zoo_tests.booster.integrations.accelerate_loop import fresh_accelerate
 from zoo_tests.harness.ranks import run_on_ranks
 

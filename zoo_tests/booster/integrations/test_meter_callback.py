@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from booster.integrations.accelerate_options import variables_of_this_rank
+from booster.integrations.accelerate import variables_of_this_rank
 from booster.integrations.trainer_checkpoints import MeterCallback
 from booster.integrations.transformers import boosted
 from plugins.hybrid_parallel import HybridParallelPlugin

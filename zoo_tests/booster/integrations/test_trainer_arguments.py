@@ -16,7 +16,7 @@ import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from booster.errors import ConfigurationError
-from booster.integrations.trainer_arguments import check_version
+from booster.integrations.arguments import check_release
 from booster.integrations.transformers import boosted
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations import trainer_jobs
@@ -273,5 +273,5 @@ def test_trainer_needs_no_trl(tmp_path: Path) -> None:
 
 def test_an_old_transformers_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"^transformers 5.16.1 is too old .*; install transformers>=5.17$"):
-        check_version("5.16.1")
-    check_version("5.17.0")
+        check_release("transformers", "5.16.1")
+    check_release("transformers", "5.17.0")

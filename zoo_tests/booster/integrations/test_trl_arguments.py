@@ -20,8 +20,8 @@ import transformers
 import trl
 
 from booster.errors import ConfigurationError
+from booster.integrations.arguments import check_callbacks, check_trainer_class
 from booster.integrations.transformers import boosted
-from booster.integrations.trl_arguments import check_callbacks, check_trainer_class
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.trl_jobs import (
     Job,
@@ -262,7 +262,7 @@ def _version(monkeypatch: pytest.MonkeyPatch, found: str | Exception) -> None:
             raise found
         return found
 
-    monkeypatch.setattr("booster.integrations.trl_arguments.version", version)
+    monkeypatch.setattr("booster.integrations.arguments.version", version)
 
 
 def test_an_old_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from transformers import GenerationMixin
 
 from booster.errors import ConfigurationError
+from booster.integrations.arguments import check_shares
 from booster.integrations.replicas import Replicas
 from booster.integrations.transformers import boosted
 from booster.integrations.trl_trainers import BoostedTRLTrainer
@@ -212,7 +213,7 @@ def refusals(job: Job, folder: str) -> list[str | None]:
         trainer = object.__new__(boosted(classes_of(kind)[0]))
         trainer.plugin, trainer.args = HybridParallelPlugin(), SimpleNamespace(device="cpu")
         trainer.accelerator = SimpleNamespace(replicas=Replicas(trainer.plugin))
-        note(trainer._check_shares, rows[dist.get_rank()])
+        note(check_shares, trainer, rows[dist.get_rank()])
     return found
 
 
