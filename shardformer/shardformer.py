@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,6 @@ from shardformer.generation import generate_in_step
 from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.layers.experts import run_whole_experts, shard_experts
 from shardformer.layers.parallel_module import ParallelModule, sum_partial_gradients
-from shardformer.loss.terms import routers_are_asked
 from shardformer.peft import adapters_detached, keep_whole, model_inside, prompts_followed, prompts_on_stages
 from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription, description_of
 from shardformer.policies.registry import keep_head_losses
@@ -33,7 +31,7 @@ from shardformer.transforms.operator_fusion import fuse_norms, fuse_operators
 from shardformer.transforms.sequences import divide_layers, leave_between_layers, route_attention
 from shardformer.utils.derived_modules import carry_over, change_module
 from shardformer.utils.freed_memory import return_freed_memory
-from shardformer.utils.module_paths import alias_groups, has_module, replace_module, retie, told
+from shardformer.utils.module_paths import alias_groups, has_module, replace_module, retie
 
 SharedParameters = list[dict[int, Tensor]]
 
@@ -55,7 +53,7 @@ class ModelSharder:
         self._is_users_policy = policy is not None
         self.policy.set_model(model)
         self.policy.set_shard_config(shard_config)
-        if shard_config.enable_all_optimization and self._sequence_problems():
+        if shard_config.enable_all_optimization and layout_checks.sequence_problems(self):
             # The option enables what the family supports, which here excludes sequence parallelism.
             self.config = shard_config.without_sequence()
             self.policy.set_shard_config(self.config)
@@ -71,24 +69,24 @@ class ModelSharder:
             ValueError: the model cannot be sharded as requested; the message lists all reasons.
         """
         self.policy.preprocess()
-        self.check()
+        layout_checks.check_policy(self)
         groups = alias_groups(self.model)
         tied = [names for names in groups if len(names) > 1]
         shared = self._names_on_several_stages(groups)
-        shares = self.config.context is not None and self._layer_sequence is None
+        shares = self.config.context is not None and self.layer_sequence is None
         positions = self.policy.position_counter() if shares else None
         has_mixers = sequences.can_run_by_document(self.model, self.policy)
         hides_documents = sequences.can_hide_documents(self.model, self.policy)
-        if self._cut is not None:
-            self._cut.apply()
+        if self.cut is not None:
+            self.cut.apply()
             self._tell_blocks()
         self.replace_module()
         if self._is_users_policy:
             keep_head_losses(self.model, self.policy)
         if positions is not None:
             sequences.share_sequences(self.model, self.policy, self.config, positions)
-        if self._layer_sequence is not None:
-            self._divide_layers(self._layer_sequence, by_exchange=True)
+        if self.layer_sequence is not None:
+            self._divide_layers(self.layer_sequence, by_exchange=True)
             self.model.sequence_is_cut = True
         if has_mixers:
             keep_documents_apart(self.model, [layer for held in self._held_layers() for layer in held])
@@ -107,43 +105,6 @@ class ModelSharder:
         received.blocks = blocks_of(self.config.group) if self.config.tensor_parallel_size > 1 else None
         received.head_inputs = {name for each in self.policy.stages.chain for name in each.head_inputs}
 
-    def check(self) -> None:
-        """Check the policy against the full model before any change; ValueError with all reasons."""
-        problems = [*self.policy.check(), *self._check_towers()]
-        for part in self.policy.parts:
-            if routers_are_asked(part.model, {}):
-                problems += layout_checks.router_problems(part.model, self.config)
-        if self.config.stage_manager.num_stages > 1:
-            problems += self._check_stages()
-        if self.config.tensor_parallel_size > 1:
-            problems += self._check_table()
-        if not problems:
-            problems += self.kept.problems(self.model)
-        for part in self.policy.parts if self.config.uses_ulysses else ():
-            problems += layout_checks.exchange_problems(part.model, part, self.config)
-        if self.config.context is not None:
-            problems += layout_checks.context_problems(self.model, self.policy, self.config)
-        if self.config.sequence is not None or self._layer_sequence is not None:
-            problems += self._check_places()
-        problems += layout_checks.check_experts(self.model, self.config)
-        if problems:
-            raise ValueError("; ".join(problems))
-
-    def _check_towers(self) -> list[str]:
-        layout = self.policy.stages
-        if self.config.sequence is None or layout is None or layout.next_layers is None or self.policy.splits_towers:
-            return []
-        return [
-            f"enable_sequence_parallelism=True is not supported for the several layer lists of "
-            f"{type(self.model).__name__}; use enable_sequence_parallelism=False"
-        ]
-
-    def _sequence_problems(self) -> list[str]:
-        """Return the reasons why the family does not support sequence parallelism."""
-        return [
-            problem for problem in (*self.policy.check(), *self._check_towers()) if "sequence_parallelism" in problem
-        ]
-
     def replace_module(self) -> None:
         """Replace sub-modules and attributes as the policy's table specifies."""
         fusions = 0
@@ -156,7 +117,7 @@ class ModelSharder:
         if self.config.enable_jit_fused:
             fusions += fuse_operators(self.model, self._device.type)
         self._tell_what_stays(fusions)
-        exchanged = self.config.sequence if self.config.uses_ulysses else self._layer_sequence
+        exchanged = self.config.sequence if self.config.uses_ulysses else self.layer_sequence
         route_attention(self.model, self.policy, self.config, self._held_layers, exchanged, self._device)
         if self.config.sequence is not None:
             self._divide_layers(self.config.sequence, self.config.uses_ulysses)
@@ -189,7 +150,7 @@ class ModelSharder:
         return self.config.device_of(next(self.model.parameters(), torch.empty(0)))
 
     @cached_property
-    def _layer_sequence(self) -> layout_checks.LayerSequence | None:
+    def layer_sequence(self) -> layout_checks.LayerSequence | None:
         """What context-parallel ranks share, if it is not the inputs. First accessed before the model is changed."""
         context = self.config.context
         if context is None or sequences.reason_against_sharing(self.model, self.policy) is None:
@@ -197,7 +158,7 @@ class ModelSharder:
         return layout_checks.LayerSequence(context.group)
 
     @cached_property
-    def _cut(self) -> StagePartitioner | None:
+    def cut(self) -> StagePartitioner | None:
         """The pipeline partitioner; None without a pipeline. First accessed before the model is changed."""
         if self.config.stage_manager.num_stages == 1:
             return None
@@ -292,112 +253,21 @@ class ModelSharder:
             if getattr(parameter, "shard_spec", None) is None:
                 annotate(parameter, self.config.replicated_spec(parameter))
 
-    # ----- checks -----
-
-    def _check_stages(self) -> list[str]:
-        layout = self.policy.stages
-        if layout is None:
-            return [f"{type(self.model).__name__} cannot be cut into pipeline stages; use pp_size=1"]
-        try:
-            missing = self._cut.unassigned()
-        except ValueError as error:
-            return [str(error)]
-        return (
-            [f"modules {missing} are neither first, last nor on every stage in the family's StageLayout"]
-            if missing
-            else []
-        )
-
-    def _check_table(self) -> list[str]:
-        problems, claimed = [], set()
-        for path, module, description in self.described():
-            if description.param_replacement:
-                claimed.add(path)
-            for replacement in description.sub_module_replacement:
-                claimed.add(f"{path}.{replacement.suffix}".lstrip("."))
-                if not replacement.ignore_if_not_exist and not has_module(module, replacement.suffix):
-                    names = [name for name, _ in module.named_modules() if name]
-                    near = difflib.get_close_matches(replacement.suffix, names, n=3) or names[:5]
-                    problems.append(
-                        f"{type(module).__name__} has no sub-module '{replacement.suffix}'; the nearest are {near}"
-                    )
-        if self.policy.replicate_unlisted:
-            return problems
-        kept = self.kept.paths
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        done = {modules[path] for path in claimed if path in modules}  # an object may have several paths
-        unclaimed = [
-            path
-            for path in self._layer_modules_with_parameters()
-            if modules[path] not in done and not any(path.startswith(f"{each}.") for each in kept)
-        ]
-        if unclaimed:
-            problems.append(
-                f"{type(self.policy).__name__} says nothing about {told(self.model, unclaimed)}, so that tensor "
-                "parallelism cannot tell what they see; use tp_size=1 (dp or pp), sharding_dim=-1, which cuts each "
-                "linear layer by itself, or name them in a TPInfo or a custom_policy"
-            )
-        return problems
-
-    def _check_places(self) -> list[str]:
-        """Return what is shared by hand between places that see parts of sequences and places that see whole ones."""
-        way_out = "leave out enable_sequence_parallelism" if self.config.sequence is not None else "use cp_size=1"
-        first: dict[nn.Module, str] = {}
-        for path in self.policy.layer_lists:
-            for index, layer in self.model.get_submodule(path)._modules.items():
-                if first.setdefault(layer, f"{path}.{index}") != f"{path}.{index}":
-                    return [
-                        f"{first[layer]} and {path}.{index} are one object, which would cut its sequences twice; "
-                        f"{way_out}, or make them two layers with the same parameters"
-                    ]
-        names: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
-        for parameter in self._of_parts():
-            inside = [any(name.startswith(f"{path}.") for path in self.policy.layer_lists) for name in names[parameter]]
-            if not all(inside) and any(inside):
-                pair = names[parameter][inside.index(True)], names[parameter][inside.index(False)]
-                return [
-                    f"{pair[0]}, of which a rank sees a part of each sequence, is also {pair[1]}, which sees whole "
-                    f"sequences; {way_out}, or give each a parameter of its own"
-                ]
-        return []
-
-    def _of_parts(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters inside the layers whose gradients are of a part of each sequence."""
-        if self.config.uses_ulysses or self._layer_sequence is not None:
-            for path in self.policy.layer_lists:
-                yield from self.model.get_submodule(path).parameters()
-        else:
-            for _, native, replacement in self.sub_modules():
-                if replacement.partial_gradient:
-                    yield from native.parameters()
-
-    def _layer_modules_with_parameters(self) -> list[str]:
-        """Return the paths of modules inside the layers that have parameters of their own."""
-        return [
-            f"{path}.{index}.{inner}".rstrip(".")
-            for path in self.policy.layer_lists
-            for index, layer in self.model.get_submodule(path).named_children()
-            for inner, module in layer.named_modules()
-            if any(True for _ in module.parameters(recurse=False))
-        ]
-
     # ----- stages and tied parameters -----
 
     def _held_layers(self) -> list[list[nn.Module]]:
         """Return the layers that run consecutively on this rank, one list per layer list and stage."""
-        is_cut = self._cut is not None
-        found = self._cut.held_layers() if is_cut else []
+        is_cut = self.cut is not None
+        found = self.cut.held_layers() if is_cut else []
         for part in self.policy.parts[is_cut:]:
             found += [list(part.model.get_submodule(path)) for path in part.layer_lists]
         return found
 
     def _names_on_several_stages(self, groups: list[list[str]]) -> list[tuple[list[str], list[int]]]:
         """Return parameters (all names of each) held by several stages, and these, before partitioning."""
-        if self._cut is None:
+        if self.cut is None:
             return []
-        holders = [(names, sorted(set.union(*map(self._cut.holders, names)))) for names in groups]
+        holders = [(names, sorted(set.union(*map(self.cut.holders, names)))) for names in groups]
         return [(names, stages) for names, stages in holders if len(stages) > 1]
 
     def _shared_parameters(self, shared: list[tuple[list[str], list[int]]]) -> SharedParameters:

@@ -10,6 +10,7 @@ its own way) shares sequences between attentions only, which exchange parts for 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,7 @@ from shardformer.layers import (
 from shardformer.layers.experts import expert_modules, is_experts
 from shardformer.layers.linear import in_features, out_features
 from shardformer.layers.parallel_module import ParallelModule
-from shardformer.loss.terms import router_loss_of
+from shardformer.loss.terms import router_loss_of, routers_are_asked
 from shardformer.matmul.quantised import kind_of_layer
 from shardformer.policies.base import LAYERS_AT_RANDOM, Policy
 from shardformer.policies.mixers import MIXER
@@ -51,7 +52,7 @@ from shardformer.transforms.sequences import (
     reason_against_sharing,
 )
 from shardformer.utils.derived_modules import hook_on, hooked_modules, user_code
-from shardformer.utils.module_paths import divisors_phrase
+from shardformer.utils.module_paths import divisors_phrase, has_module, told
 
 if TYPE_CHECKING:
     from shardformer.shardformer import ModelSharder
@@ -229,6 +230,138 @@ def _unknown_size(each: Replacement) -> str | None:
 
 def _any_below(path: str, paths: Sequence[str]) -> bool:
     return any(not path or each.startswith(f"{path}.") for each in paths)
+
+
+def check_policy(sharder: ModelSharder) -> None:
+    """Check the policy against the full model before any change; ValueError with all reasons."""
+    problems = [*sharder.policy.check(), *_tower_problems(sharder)]
+    for part in sharder.policy.parts:
+        if routers_are_asked(part.model, {}):
+            problems += router_problems(part.model, sharder.config)
+    if sharder.config.stage_manager.num_stages > 1:
+        problems += _stage_problems(sharder)
+    if sharder.config.tensor_parallel_size > 1:
+        problems += _table_problems(sharder)
+    if not problems:
+        problems += sharder.kept.problems(sharder.model)
+    for part in sharder.policy.parts if sharder.config.uses_ulysses else ():
+        problems += exchange_problems(part.model, part, sharder.config)
+    if sharder.config.context is not None:
+        problems += context_problems(sharder.model, sharder.policy, sharder.config)
+    if sharder.config.sequence is not None or sharder.layer_sequence is not None:
+        problems += _place_problems(sharder)
+    problems += check_experts(sharder.model, sharder.config)
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def sequence_problems(sharder: ModelSharder) -> list[str]:
+    """Return the reasons why the family does not support sequence parallelism."""
+    return [
+        problem for problem in (*sharder.policy.check(), *_tower_problems(sharder)) if "sequence_parallelism" in problem
+    ]
+
+
+def _tower_problems(sharder: ModelSharder) -> list[str]:
+    layout = sharder.policy.stages
+    if sharder.config.sequence is None or layout is None or layout.next_layers is None or sharder.policy.splits_towers:
+        return []
+    return [
+        f"enable_sequence_parallelism=True is not supported for the several layer lists of "
+        f"{type(sharder.model).__name__}; use enable_sequence_parallelism=False"
+    ]
+
+
+def _stage_problems(sharder: ModelSharder) -> list[str]:
+    layout = sharder.policy.stages
+    if layout is None:
+        return [f"{type(sharder.model).__name__} cannot be cut into pipeline stages; use pp_size=1"]
+    try:
+        missing = sharder.cut.unassigned()
+    except ValueError as error:
+        return [str(error)]
+    return (
+        [f"modules {missing} are neither first, last nor on every stage in the family's StageLayout"] if missing else []
+    )
+
+
+def _table_problems(sharder: ModelSharder) -> list[str]:
+    problems, claimed = [], set()
+    for path, module, description in sharder.described():
+        if description.param_replacement:
+            claimed.add(path)
+        for replacement in description.sub_module_replacement:
+            claimed.add(f"{path}.{replacement.suffix}".lstrip("."))
+            if not replacement.ignore_if_not_exist and not has_module(module, replacement.suffix):
+                names = [name for name, _ in module.named_modules() if name]
+                near = difflib.get_close_matches(replacement.suffix, names, n=3) or names[:5]
+                problems.append(
+                    f"{type(module).__name__} has no sub-module '{replacement.suffix}'; the nearest are {near}"
+                )
+    if sharder.policy.replicate_unlisted:
+        return problems
+    kept = sharder.kept.paths
+    modules = dict(sharder.model.named_modules(remove_duplicate=False))
+    done = {modules[path] for path in claimed if path in modules}  # an object may have several paths
+    unclaimed = [
+        path
+        for path in _layer_modules_with_parameters(sharder)
+        if modules[path] not in done and not any(path.startswith(f"{each}.") for each in kept)
+    ]
+    if unclaimed:
+        problems.append(
+            f"{type(sharder.policy).__name__} says nothing about {told(sharder.model, unclaimed)}, so that tensor "
+            "parallelism cannot tell what they see; use tp_size=1 (dp or pp), sharding_dim=-1, which cuts each "
+            "linear layer by itself, or name them in a TPInfo or a custom_policy"
+        )
+    return problems
+
+
+def _place_problems(sharder: ModelSharder) -> list[str]:
+    """Return what is shared by hand between places that see parts of sequences and places that see whole ones."""
+    way_out = "leave out enable_sequence_parallelism" if sharder.config.sequence is not None else "use cp_size=1"
+    first: dict[nn.Module, str] = {}
+    for path in sharder.policy.layer_lists:
+        for index, layer in sharder.model.get_submodule(path)._modules.items():
+            if first.setdefault(layer, f"{path}.{index}") != f"{path}.{index}":
+                return [
+                    f"{first[layer]} and {path}.{index} are one object, which would cut its sequences twice; "
+                    f"{way_out}, or make them two layers with the same parameters"
+                ]
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in sharder.model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for parameter in _of_parts(sharder):
+        inside = [any(name.startswith(f"{path}.") for path in sharder.policy.layer_lists) for name in names[parameter]]
+        if not all(inside) and any(inside):
+            pair = names[parameter][inside.index(True)], names[parameter][inside.index(False)]
+            return [
+                f"{pair[0]}, of which a rank sees a part of each sequence, is also {pair[1]}, which sees whole "
+                f"sequences; {way_out}, or give each a parameter of its own"
+            ]
+    return []
+
+
+def _of_parts(sharder: ModelSharder) -> Iterator[nn.Parameter]:
+    """Yield the parameters inside the layers whose gradients are of a part of each sequence."""
+    if sharder.config.uses_ulysses or sharder.layer_sequence is not None:
+        for path in sharder.policy.layer_lists:
+            yield from sharder.model.get_submodule(path).parameters()
+    else:
+        for _, native, replacement in sharder.sub_modules():
+            if replacement.partial_gradient:
+                yield from native.parameters()
+
+
+def _layer_modules_with_parameters(sharder: ModelSharder) -> list[str]:
+    """Return the paths of modules inside the layers that have parameters of their own."""
+    return [
+        f"{path}.{index}.{inner}".rstrip(".")
+        for path in sharder.policy.layer_lists
+        for index, layer in sharder.model.get_submodule(path).named_children()
+        for inner, module in layer.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    ]
 
 
 def router_problems(model: nn.Module, config: ShardConfig) -> list[str]:

@@ -23,6 +23,7 @@ from shardformer.peft import adapters_detached, model_inside
 from shardformer.policies.registry import policy_for
 from shardformer.shardformer import ModelSharder
 from shardformer.stages.stage import StagePartitioner
+from shardformer.transforms.layout_checks import check_policy
 from shardformer.transforms.sequences import mixers_of_layers, reason_against_sharing
 from shardformer.utils.module_paths import alias_groups
 
@@ -140,7 +141,7 @@ class ModelMap:
             config = ShardConfig(pipeline_stage_manager=manager, enable_tensor_parallelism=False)
             sharder = ModelSharder(self.model, config)
             with adapters_detached(self.model, sharder.config, sharder.policy):
-                sharder.check()
+                check_policy(sharder)
         cut = StagePartitioner(self.model, self.policy.base_path, self.policy.stages, manager)
         held: list[list[str]] = [[] for _ in range(count)]
         owners: list[list[int]] = [[] for _ in range(count)]

@@ -41,7 +41,7 @@ from shardformer.distributed.process_groups import world_group
 from shardformer.distributed.random import SharedStream, seed_all_generators
 from shardformer.peft import model_inside
 from shardformer.shardformer import ModelSharder
-from shardformer.transforms.layout_checks import InBlocks, block_problems
+from shardformer.transforms.layout_checks import InBlocks, block_problems, check_policy
 from shardformer.utils.module_paths import alias_parameters, text_config
 from shardformer.utils.untraced import in_backward
 
@@ -470,7 +470,7 @@ def _problem(model: nn.Module, config: HybridParallelConfig, count: int, cuts_se
     shard_config.count = count
     try:
         sharder = ModelSharder(model, shard_config)
-        sharder.check()
+        check_policy(sharder)
         problems = block_problems(sharder, count)
     except ValueError as error:  # no policy, or a layer that cannot be divided
         problems = [str(error)]
