@@ -133,6 +133,9 @@ class Policy(ABC):
         names_norms: whether the table names the norms; if not, they are found by what their classes compute.
         replicate_unlisted: whether modules that the table does not name are replicated instead of causing an error.
         cuts_attention: whether attention heads are sharded over ranks.
+        needs: configuration field -> the only value with which the family can be sharded.
+        reads_hidden_states: class names of models whose heads read the hidden states of all layers.
+        inner: policies of parts of the model, whose reasons against sharding are also this one's.
         origin: who wrote the policy.
         plan: tensor-parallel style of each path of the model, with `*` for numbers; empty for a table of classes.
     """
@@ -155,6 +158,9 @@ class Policy(ABC):
     names_norms = True
     replicate_unlisted = False
     cuts_attention = True
+    needs: Mapping[str, Any] = {}
+    reads_hidden_states: Collection[str] = ()
+    inner: Sequence[Policy] = ()
     plan: Mapping[str, str] = {}
 
     def __init__(self) -> None:
@@ -233,11 +239,12 @@ class Policy(ABC):
                 f"{type(self).__name__} does not say supports_sequence_parallel = True; "
                 "use enable_sequence_parallelism=False"
             )
-        problems += self._layers_at_random()
+        problems += [*self._layers_at_random(), *self._refused_values(), *self._hidden_states_apart()]
         shared = None if self.shared_heads is None else config.num_key_value_heads
         if shared is not None and shared % self.tp_size and self.tp_size % shared and not self.uneven_heads:
             clash = f"tp_size={self.tp_size} neither divides {self.shared_heads}={shared} nor is a multiple of it"
             problems.append(f"{clash}; use {divisors_phrase(shared)}")
+        problems += [problem for policy in self.inner for problem in policy.check()]
         size = self.shard_config.tensor_parallel_size
         is_uneven = self.uneven_heads and not self.shard_config.uses_ulysses
         return problems + [
@@ -254,6 +261,32 @@ class Policy(ABC):
             f"{name}={value} skips layers at random, which a pipeline cannot; use {name}=0.0"
             for name, value in found.items()
             if value and self.shard_config.stage_manager.num_stages > 1
+        ]
+
+    def _refused_values(self) -> list[str]:
+        """Return a sentence for each configuration field of `needs` that has another value."""
+        config, name = getattr(self.model, "config", None), type(self.model).__name__
+        return [
+            f"{name} with {field}={getattr(config, field)!r} cannot be sharded; use {field}={value!r}"
+            for field, value in self.needs.items()
+            if getattr(config, field, value) != value
+        ]
+
+    def _hidden_states_apart(self) -> list[str]:
+        """Return the options that leave a model of `reads_hidden_states` parts of these."""
+        name, config = type(self.model).__name__, self.shard_config
+        if name not in self.reads_hidden_states:
+            return []
+        lie_apart = config.stage_manager.num_stages > 1 and not (self.stages is not None and self.stages.kept_outputs)
+        cut_by = (
+            ("enable_sequence_parallelism=True", config.sequence, "enable_sequence_parallelism=False"),
+            ("cp_size above 1", config.context, "cp_size=1"),
+        )
+        problems = [f"{name} reads hidden states that lie on several pipeline stages; use pp_size=1"] * lie_apart
+        return problems + [
+            f"{option} leaves {name} parts of the hidden states that it reads; use {way_out}"
+            for option, axis, way_out in cut_by
+            if axis is not None
         ]
 
     @classmethod
@@ -273,23 +306,6 @@ class Policy(ABC):
     def heads_of(self, owner: nn.Module, name: str, features: int) -> int | None:
         """Return the number of heads of a projection to or from `features`; None if nothing tells of any."""
         return None
-
-    def check_hidden_states(self, classes: Collection[str]) -> list[str]:
-        """Return the problems of a model in `classes`, whose heads read the hidden states of all layers."""
-        name, problems = type(self.model).__name__, []
-        are_kept = self.stages is not None and self.stages.kept_outputs
-        if name in classes and self.shard_config.stage_manager.num_stages > 1 and not are_kept:
-            problems.append(f"{name} reads hidden states that lie on several pipeline stages; use pp_size=1")
-        cut_by = (
-            ("enable_sequence_parallelism=True", self.shard_config.sequence, "enable_sequence_parallelism=False"),
-            ("cp_size above 1", self.shard_config.context, "cp_size=1"),
-        )
-        problems += [
-            f"{option} leaves {name} parts of the hidden states that it reads; use {way_out}"
-            for option, axis, way_out in cut_by
-            if name in classes and axis is not None
-        ]
-        return problems
 
     def preprocess(self) -> nn.Module:
         """Prepare the model before any replacement, and return it."""

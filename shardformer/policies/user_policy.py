@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -72,6 +72,11 @@ class UserPolicy(Policy):
         """Path of the base model according to the family's policy."""
         return "" if self.family_policy is None else self.family_policy.base_path
 
+    @property
+    def inner(self) -> Sequence[Policy]:
+        """The family's policy."""
+        return () if self.family_policy is None else (self.family_policy,)
+
     def set_model(self, model: nn.Module) -> None:
         """Set the model, also of the family's policy, which is looked up again."""
         super().set_model(model)
@@ -101,11 +106,6 @@ class UserPolicy(Policy):
         entries = self.entries()
         owners = [(path.rpartition(".")[0], path.rpartition(".")[2]) for path in entries]
         return lowered(self, [(path, self.model.get_submodule(path), name) for path, name in owners], entries)
-
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded, according to both policies."""
-        problems = super().check()
-        return problems if self.family_policy is None else [*problems, *self.family_policy.check()]
 
     def preprocess(self) -> nn.Module:
         """Prepare the model as the family's policy does."""

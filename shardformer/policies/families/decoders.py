@@ -14,7 +14,6 @@ from shardformer.attention.own_attention import (
     OwnAttention,
 )
 from shardformer.context_parallel.zigzag import Positions
-from shardformer.policies.base import Policy
 from shardformer.policies.module_edits import use_local_biases
 from shardformer.policies.rules import GATHERS, HEADS, Entry, TablePolicy, local, own, rules, variant
 from shardformer.shard_spec import Part
@@ -219,12 +218,11 @@ class BloomPolicy(TablePolicy):
         tuple_output=2,
     )
 
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; `slow_but_exact` slices whole weights."""
-        config = self.model.config
-        if config.pretraining_tp > 1 and config.slow_but_exact and self.tp_size > 1:
-            return [*super().check(), "slow_but_exact=True slices whole weights; use slow_but_exact=False"]
-        return super().check()
+    @property
+    def needs(self) -> Mapping[str, Any]:
+        """`slow_but_exact` slices whole weights."""
+        slices = self.tp_size > 1 and getattr(self.model.config, "pretraining_tp", 1) > 1
+        return {"slow_but_exact": False} if slices else {}
 
     table: Mapping[str, Sequence[Entry]] = {
         "BloomModel": [rules.vocab("word_embeddings")],
@@ -250,6 +248,7 @@ class FalconPolicy(BloomPolicy):
     """Policy for Falcon: one key/value head for all query heads, one per group, or one per query head."""
 
     family, prefix = "falcon", "Falcon"
+    needs: Mapping[str, Any] = {}
     supports_sequence_parallel = True
     own_attention = {"FalconAttention": FalconRegistryAttention}
     stages = StageLayout(
@@ -261,10 +260,6 @@ class FalconPolicy(BloomPolicy):
         config = self.model.config
         counts = {"num_attention_heads": config.num_attention_heads}
         return counts | ({"num_kv_heads": config.num_kv_heads} if config.new_decoder_architecture else {})
-
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded."""
-        return Policy.check(self)
 
     @property
     def table(self) -> Mapping[str, list[Entry]]:

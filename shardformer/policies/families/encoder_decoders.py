@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -125,6 +125,7 @@ class MvpPolicy(BartPolicy):
     """Policy for MVP, without prompts before the keys and values of its layers."""
 
     family, prefix = "mvp", "Mvp"
+    needs = {"use_prompt": False}
     own_attention = {"MvpAttention": MvpRegistryAttention}
     head_losses = _HEAD_LOSSES
 
@@ -132,11 +133,6 @@ class MvpPolicy(BartPolicy):
     def table(self) -> Mapping[str, list[Entry]]:
         """BART's table; the model computes attention, with its dropout, itself."""
         return super().table | {"{}Attention": [*_BART["{}Attention"], rules.draw_per_rank()]}
-
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; prompts are not supported."""
-        prompts = ["use_prompt=True is not supported for MVP; use use_prompt=False"]
-        return super().check() + (prompts if self.model.config.use_prompt else [])
 
 
 class WhisperPolicy(BartPolicy):
@@ -148,17 +144,11 @@ class WhisperPolicy(BartPolicy):
     encoder_first = {"encoder.conv1": Received, "encoder.conv2": Received, "encoder.embed_positions": ZeroEmbedding}
     head_losses = _HEAD_LOSSES
 
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; no rank can sum the outputs of all layers if it has parts of them."""
-        problems = super().check()
-        sums_layers = getattr(self.model.config, "use_weighted_layer_sum", False) and hasattr(
-            self.model, "layer_weights"
-        )
-        if sums_layers and self.shard_config.stage_manager.num_stages > 1:
-            problems.append("use_weighted_layer_sum=True reads the outputs of all layers; use pp_size=1 or False")
-        elif sums_layers:
-            problems += self.check_hidden_states((type(self.model).__name__,))
-        return problems
+    @property
+    def reads_hidden_states(self) -> Collection[str]:
+        """A weighted sum of the outputs of all layers, if it is asked for."""
+        sums = getattr(self.model.config, "use_weighted_layer_sum", False) and hasattr(self.model, "layer_weights")
+        return (type(self.model).__name__,) if sums else ()
 
 
 _GENERATION = ("Model", "ForConditionalGeneration")

@@ -60,6 +60,7 @@ class BeitPolicy(ViTPolicy):
     family, prefix = "beit", "Beit"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "ForSemanticSegmentation", "Backbone")
     supports_sequence_parallel = True
+    reads_hidden_states = _FIRST_HIDDEN_STATE
     head_losses = {**USUAL_HEAD_LOSSES, "ForMaskedImageModeling": masked_visual_tokens}
 
     @property
@@ -75,10 +76,6 @@ class BeitPolicy(ViTPolicy):
         if first is None:
             return layout
         return layout.keeping_hidden_states([number - first for number in self.model.config.out_indices])
-
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; some heads read the outputs of all layers."""
-        return [*super().check(), *self.check_hidden_states(_FIRST_HIDDEN_STATE)]
 
     table = {
         **ViTPolicy.table,
@@ -141,8 +138,9 @@ class SwinPolicy(TablePolicy):
     family, prefix = "swin", "Swin"
     heads = ("Model", "ForImageClassification", "ForMaskedImageModeling", "Backbone")
     layer_outputs = 2
-    supports_sequence_parallel = True
-    supports_ulysses = False  # parts of sequences are not made of whole windows
+    reads_hidden_states = ("SwinBackbone", "Swinv2Backbone")
+    supports_sequence_parallel = False  # parts of sequences are not made of whole windows
+    supports_ulysses = False
 
     @property
     def stages(self) -> StageLayout:
@@ -163,16 +161,6 @@ class SwinPolicy(TablePolicy):
     def head_counts(self) -> Mapping[str, int]:
         """Return the head count of each layer list."""
         return {f"num_heads[{index}]": count for index, count in enumerate(self.model.config.num_heads)}
-
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; windows and backbones read whole images."""
-        problems = super().check()
-        if self.shard_config.sequence is not None:
-            problems.append(
-                "enable_sequence_parallelism=True does not support the windows of "
-                f"{type(self.model).__name__}; use enable_sequence_parallelism=False"
-            )
-        return problems + self.check_hidden_states((f"{self.prefix}Backbone",))
 
     def preprocess(self) -> nn.Module:
         """Turn off activation checkpointing of whole layer lists if the model is split into stages."""
@@ -425,6 +413,11 @@ class Blip2Policy(TablePolicy):
         paths = [path for path, _ in self.model.named_modules()]
         return [path for path in paths if path.startswith("qformer.") and path.endswith(".crossattention.attention")]
 
+    @property
+    def inner(self) -> Sequence[Policy]:
+        """The policy of the language model."""
+        return (self.language_policy,)
+
     def head_counts(self) -> Mapping[str, int]:
         """Return the head counts of the image encoder and the querying transformer."""
         config = self.model.config
@@ -432,10 +425,6 @@ class Blip2Policy(TablePolicy):
             f"{tower}.num_attention_heads": getattr(config, tower).num_attention_heads
             for tower in ("vision_config", "qformer_config")
         }
-
-    def check(self) -> list[str]:
-        """Return why the model or its language model cannot be sharded."""
-        return [*super().check(), *self.language_policy.check()]
 
     table = {
         # It reshapes by the size of its input, so weights are sharded but every rank computes all heads.

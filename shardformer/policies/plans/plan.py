@@ -142,15 +142,6 @@ class Plan:
             for path, count in list(counts.items())[:1]
         ]
 
-    def check(self, model: nn.Module) -> list[str]:
-        """Return a sentence for each configuration field whose value prevents sharding."""
-        config, name = getattr(model, "config", None), type(model).__name__
-        return [
-            f"{name} with {field}={getattr(config, field)!r} cannot be sharded; use {field}={value!r}"
-            for field, value in self.needs.items()
-            if getattr(config, field, value) != value
-        ]
-
     def cuts_vocabulary_of(self, model: nn.Module) -> bool:
         """Return whether the embedding and the head of the model are sharded over the vocabulary."""
         return _of(model, self.cut_vocabulary)

@@ -111,6 +111,7 @@ class PlanPolicy(Policy):
     def __init__(self, declared: Plan | None = None) -> None:
         super().__init__()
         self.declared = declared
+        self.needs = {} if declared is None else declared.needs
         self.origin = Origin.TRANSFORMERS if declared is None else declared.origin
         self.head_losses = {} if declared is None else declared.head_losses
 
@@ -218,8 +219,7 @@ class PlanPolicy(Policy):
                 f"{type(self.model).__name__}, whose plan does not tell where its tokens meet; "
                 "use enable_sequence_parallelism=False"
             )
-        if self.declared is not None:
-            problems += self.declared.check(self.model)
+        problems += self._refused_values()
         if self.tp_size > 1 and not unknown:
             problems += self._check_heads()
         return problems

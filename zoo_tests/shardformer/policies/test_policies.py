@@ -218,15 +218,17 @@ def test_fewer_key_value_heads_than_ranks_are_fine(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("family", "head", "options", "message"),
     [
-        ("swin", "image", {"sequence": True}, "does not support the windows of SwinForImageClassification; use enable"),
+        ("swin", "image", {"sequence": True}, "is not supported for SwinForImageClassification: SwinPolicy does not"),
         ("swinv2", "backbone", {"stages": 2}, "Swinv2Backbone reads hidden states that lie on several pipeline stages"),
         ("beit", "backbone", {"sequence": True}, "leaves BeitBackbone parts of the hidden states that it reads; use"),
+        ("bloom", "causal_lm", {"slow_but_exact": True, "pretraining_tp": 2}, "with slow_but_exact=True cannot be"),
+        ("mvp", "generation", {"use_prompt": True}, "use use_prompt=False"),
+        ("whisper", "audio", {"use_weighted_layer_sum": True, "stages": 2}, "reads hidden states that lie on several"),
     ],
 )
 def test_what_a_family_cannot_do(family: str, head: str, options: dict[str, int], message: str) -> None:
-    model = FAMILIES[family].build(head)
-    if options.get("recompute"):
-        model.gradient_checkpointing_enable()
+    fields = {name: value for name, value in options.items() if name not in ("stages", "sequence")}
+    model = FAMILIES[family].build(head, **fields)
     policy = policy_for(model)
     policy.set_model(model)
     policy.set_shard_config(
