@@ -27,6 +27,7 @@ from torch import Tensor
 from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.plugin import SavedCheckpoint
+from plugins.hybrid_parallel.checkpoint.checks import check_size
 from plugins.hybrid_parallel.checkpoint.global_tensor import GlobalTensor, TensorChunk
 from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest, naming, sequence_of, sync_directory
 from plugins.hybrid_parallel.checkpoint.training_state import StateSnapshot
@@ -184,7 +185,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def is_whole(path: Path) -> bool:
     """Return whether the manifest is valid and all files have their sizes; changed bytes are detected only at load."""
     try:
-        Manifest.read(path / MANIFEST).check_sizes(path)
+        for name, file in Manifest.read(path / MANIFEST).files.items():
+            check_size(path / name, file.size)
     except (ConfigurationError, OSError):
         return False
     return True

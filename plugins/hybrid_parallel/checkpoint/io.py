@@ -32,6 +32,7 @@ from plugins.hybrid_parallel.checkpoint.atomic_save import (
     partial_directory,
     remove_remains,
 )
+from plugins.hybrid_parallel.checkpoint.checks import refuse_bare_adapters
 from plugins.hybrid_parallel.checkpoint.dcp_storage import read_tensors, write_tensors
 from plugins.hybrid_parallel.checkpoint.global_tensor import (
     PREFIX,
@@ -44,7 +45,6 @@ from plugins.hybrid_parallel.checkpoint.global_tensor import (
 from plugins.hybrid_parallel.checkpoint.peft import (
     has_adapters,
     load_adapter_files,
-    refuse_bare_adapters,
     save_adapter_files,
 )
 from plugins.hybrid_parallel.checkpoint.save import save_model_files

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.checkpoint.checks import check_plain, ties_of
 from plugins.hybrid_parallel.checkpoint.global_tensor import MASTER, GlobalTensor
 from plugins.hybrid_parallel.checkpoint.global_tensor import PREFIX as MODEL
 from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest
@@ -26,8 +27,6 @@ from shardformer.utils.typed_json import from_json, to_json
 
 PREFIX = "optimizer/"
 _AVERAGE = "average:"  # begins the keys of averages of a parameter among its states
-# Options that torch's schedulers add to the groups of any optimizer, which may be loaded before its scheduler is made.
-_OF_SCHEDULERS = frozenset({"initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
 
 
 def optimizer_tensors(optimizer: HybridParallelOptimizer) -> dict[str, GlobalTensor]:
@@ -63,7 +62,7 @@ def optimizer_numbers(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
             if not _is_state(key):
                 continue
             if not isinstance(value, Tensor):
-                _check_plain(optimizer, key, value)
+                check_plain(optimizer, key, value)
                 numbers.setdefault(name, {})[key] = ["number", value]
             elif value.dim() == 0:
                 numbers.setdefault(name, {})[key] = [str(value.dtype).removeprefix("torch."), value.item()]
@@ -80,7 +79,7 @@ def optimizer_header(optimizer: HybridParallelOptimizer) -> dict[str, Any]:
         "class": type(optimizer.unwrap()).__name__,
         "param_groups": groups,
         "group_names": [list(names) for names in optimizer.group_names],
-        "tied": _ties(optimizer),
+        "tied": ties_of(optimizer),
         "loss_scale": optimizer.loss_scale.state_dict(),
         "averages": {name: average.num_updates for name, average in optimizer.averages.items()},
     }
@@ -93,32 +92,6 @@ def merge_numbers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for kind in merged:
             merged[kind].update(part[kind])
     return merged
-
-
-def check_fits(optimizer: HybridParallelOptimizer, saved: Mapping[str, Any] | None) -> None:
-    """Check that a saved state belongs to this kind of optimizer, before anything is changed."""
-    if saved is None:
-        raise ConfigurationError("the checkpoint was saved without an optimizer; load it without one")
-    own = type(optimizer.unwrap()).__name__
-    if saved["class"] != own:
-        raise ConfigurationError(
-            f"the checkpoint holds the state of {saved['class']}, not of {own}; make a {saved['class']}"
-        )
-    if len(saved["param_groups"]) != len(optimizer.param_groups):
-        raise ConfigurationError(
-            f"the checkpoint holds {len(saved['param_groups'])} parameter groups, the optimizer has "
-            f"{len(optimizer.param_groups)}; make it with the same groups"
-        )
-    for index, (group, options) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
-        unknown = options.keys() - group.keys() - optimizer.defaults.keys() - _OF_SCHEDULERS
-        if unknown:
-            raise ConfigurationError(
-                f"group {index} of the checkpoint has the option {min(unknown)!r}, which this {own} does not know; "
-                "make the optimizer as it was made"
-            )
-    if "group_names" in saved:
-        _check_ties(_ties(optimizer), saved["tied"])
-        _check_names(optimizer, saved["group_names"])
 
 
 class OptimizerLoad:
@@ -258,49 +231,8 @@ def _keys_of(manifest: Manifest) -> dict[str, list[str]]:
     return keys
 
 
-def _check_plain(optimizer: HybridParallelOptimizer, key: str, value: Any) -> None:
-    """Refuse a state that is neither a tensor nor a number, such as the history of LBFGS."""
-    if not isinstance(value, int | float | str):
-        raise ConfigurationError(
-            f"a checkpoint cannot hold the state {key!r} of {type(optimizer.unwrap()).__name__}, a "
-            f"{type(value).__name__}; save the model without the optimizer, or optimizer.state_dict() by torch.save"
-        )
-
-
 def _like(value: Any, present: Any) -> Any:
     """Convert a saved option to the type of the present one: one of both may be a tensor, as a learning rate."""
     if isinstance(present, Tensor):
         return present.copy_(torch.as_tensor(value))
     return value.item() if isinstance(value, Tensor) and isinstance(present, float) else value
-
-
-def _ties(optimizer: HybridParallelOptimizer) -> list[list[str]]:
-    """Return the names of each tied parameter of the whole model."""
-    return sorted({tuple(sorted((name, *others))) for name, others in optimizer.aliases.items() if others})
-
-
-def _check_ties(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> None:
-    own, saved = set(map(tuple, own)), set(map(tuple, saved))
-    for names in sorted(own ^ saved):
-        has, lacks = ("this model", "the checkpoint") if names in own else ("the checkpoint", "this model")
-        raise ConfigurationError(
-            f"{has} ties {' and '.join(names)}, and {lacks} does not; tie the weights as they were, or load the "
-            "checkpoint without the optimizer"
-        )
-
-
-def _check_names(optimizer: HybridParallelOptimizer, saved: Sequence[Sequence[str]]) -> None:
-    """Refuse parameters that are in another group than they were: they would take its options."""
-
-    def group_of(groups: Sequence[Sequence[str]]) -> dict[str, int]:
-        aliases = optimizer.aliases
-        return {min((name, *aliases.get(name, ()))): index for index, names in enumerate(groups) for name in names}
-
-    here, there = group_of(optimizer.group_names), group_of(saved)
-    for name in (*there, *here):
-        if here.get(name) != there.get(name):
-            before, now = (f"group {found[name]}" if name in found else "no group" for found in (there, here))
-            raise ConfigurationError(
-                f"{name} is in {before} of the checkpoint's optimizer and in {now} of this one; make the groups "
-                "as they were"
-            )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from booster.plugin import write_text
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.checkpoint.checks import check_adapters
 from plugins.hybrid_parallel.checkpoint.global_tensor import Gather, local_tensors, open_for_messages, receive, send
 from plugins.hybrid_parallel.checkpoint.save import Item, Unit, partial_path, remove_partial_files
 from plugins.hybrid_parallel.checkpoint.tensor_file import TensorFileWriter, sync_directory
@@ -28,12 +29,10 @@ from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from shardformer.distributed.process_groups import all_gather_json
 from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
 from shardformer.matmul.quantised import is_quantised
-from shardformer.peft import adapter_configs, kind_of, model_inside
+from shardformer.peft import model_inside
 from shardformer.peft.kinds import (
-    LAYER_KINDS,
     adapter_tensors,
     is_a,
-    is_adapter_part,
     is_exactly,
     name_of,
     wrapped_layers,
@@ -50,20 +49,11 @@ def has_adapters(module: nn.Module) -> bool:
     return is_a(module, "model")
 
 
-def refuse_bare_adapters(module: nn.Module) -> None:
-    """Refuse adapters without a peft wrapper, as made by transformers' `add_adapter`: they have no file format here."""
-    if adapter_configs(module):
-        raise ConfigurationError(
-            f"the adapters of this {type(module).__name__} were made by model.add_adapter, which save_model and "
-            "load_model do not know; wrap the model by peft's get_peft_model before boost()"
-        )
-
-
 def save_adapter_files(
     model: HybridParallelModel, mesh: HybridMesh, directory: Path, dtype: torch.dtype | None
 ) -> None:
     """Write all adapters, gathered by global rank 0, in `dtype` (None: their own), or refuse on all ranks."""
-    _check_names(model)
+    check_adapters(model)
     with model.gathers.whole(params=_tensors_in_files(model)):
         _save(model, mesh, directory, dtype)
 
@@ -84,7 +74,7 @@ def _save(model: HybridParallelModel, mesh: HybridMesh, directory: Path, dtype: 
 
 def load_adapter_files(model: HybridParallelModel, directory: Path, strict: bool) -> None:
     """Read this rank's slices of all adapters; refuses damaged files, other shapes or, if `strict`, names."""
-    _check_names(model)
+    check_adapters(model)
     with model.gathers.whole(keeps_changes=True, params=_tensors_in_files(model)):
         _load(model, directory, strict)
     for optimizer in model.optimizers:
@@ -111,21 +101,6 @@ def _load(model: HybridParallelModel, directory: Path, strict: bool) -> None:
             )
 
 
-def _check_names(model: HybridParallelModel) -> None:
-    peft_model = model.unwrap()
-    # A pipeline stage may hold no adapter modules, so gather from all ranks.
-    if not any(all_gather_json(any(is_adapter_part(each) for each in peft_model.modules()))):
-        raise ConfigurationError(
-            "the model has no adapters: merge_and_unload or unload removed them; save the adapter first, and merge "
-            "it into the whole model, by PeftModel.from_pretrained(base, directory).merge_and_unload()"
-        )
-    for adapter, config in peft_model.peft_config.items():
-        if Path(adapter).name != adapter:
-            raise ConfigurationError(f"the adapter '{adapter}' cannot be a folder's name; use for example 'default'")
-        if adapter not in model.origin.adapter_names and kind_of(config) in LAYER_KINDS:
-            raise ConfigurationError(f"the adapter '{adapter}' was added after boost(); add it before")
-
-
 def _of_whole_model(model: Any, adapter: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return the tensors of an adapter that is replicated on every rank."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter_tensors(model, adapter).items()}
@@ -144,7 +119,7 @@ def _adapter_tensors(model: HybridParallelModel, adapter: str, unique: bool) -> 
 
 def adapter_items(model: HybridParallelModel, dtype: torch.dtype | None) -> Iterator[Item]:
     """Yield what `save_model` writes of all adapters; names of another adapter than the default begin with its own."""
-    _check_names(model)
+    check_adapters(model)
     for adapter in model.unwrap().peft_config:
         if adapter in model.origin.adapter_names:
             tensors = dict(_adapter_tensors(model, adapter, unique=True))

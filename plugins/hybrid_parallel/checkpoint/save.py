@@ -256,7 +256,7 @@ def _write(
     try:
         for index, turn in enumerate(turns):
             while asked < min(turn.checks, rounds - 1):
-                raise_on_all_ranks(output.check)
+                raise_on_all_ranks(output.raise_stored)
                 asked += 1
             on_its_way += [gathering.begin(each) for each in turns[index + 1 : index + 2]]
             full = {name: gather.finish() for name, gather in on_its_way.pop(0).items()}
@@ -265,7 +265,7 @@ def _write(
             del full
             freed.add(turn.item.size)
         for _ in range(rounds - asked):
-            raise_on_all_ranks(output.check)
+            raise_on_all_ranks(output.raise_stored)
     finally:
         for gathers in on_its_way:  # complete the gathers that were in flight when an error was raised
             for gather in gathers.values():
@@ -370,8 +370,8 @@ class _Output:
         except (OSError, ValueError) as error:
             self._problem = error
 
-    def check(self) -> None:
-        """Raise the stored error, if any."""
+    def raise_stored(self) -> None:
+        """Raise the error of a file that could not be written, if any."""
         if self._problem is not None:
             raise self._problem
 

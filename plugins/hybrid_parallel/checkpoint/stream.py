@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from booster import failure
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.checkpoint.checks import refuse_bare_adapters
 from plugins.hybrid_parallel.checkpoint.global_tensor import GlobalTensor, local_tensors, piece_of
-from plugins.hybrid_parallel.checkpoint.peft import MergedAdapters, adapter_items, has_adapters, refuse_bare_adapters
+from plugins.hybrid_parallel.checkpoint.peft import MergedAdapters, adapter_items, has_adapters
 from plugins.hybrid_parallel.checkpoint.save import Item, cut_by_size, items_of, to_files
 from plugins.hybrid_parallel.distributed.mesh import EP, HybridMesh
 from plugins.hybrid_parallel.zero.stage3 import ShardedParameters

@@ -31,6 +31,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.checkpoint.checks import check_size
 from plugins.hybrid_parallel.distributed.agreement import CHUNK, add_to_checksum, checksum_in_file, host_chunks, read_at
 
 DTYPE_NAMES = {
@@ -454,26 +455,12 @@ class Manifest:
             checksum=zlib.crc32(text),
         )
 
-    def check_sizes(self, directory: Path) -> None:
-        """Check that all files exist and have the right sizes."""
-        for name in self.files:
-            self._check_size(directory / name)
-
     def verify_file(self, directory: Path, name: str) -> None:
         """Compare a file's bytes with the checksums; refuses a missing or damaged one, with its tensor."""
         path = directory / name
-        self._check_size(path)
+        check_size(path, self.files[name].size)
         with naming(path):
             self._verify_content(path)
-
-    def _check_size(self, path: Path) -> None:
-        expected = self.files[path.name].size
-        if not path.is_file():
-            raise ConfigurationError(f"{path} is missing; load another checkpoint")
-        if path.stat().st_size != expected:
-            raise ConfigurationError(
-                f"{path} has {path.stat().st_size} bytes instead of {expected}; load another checkpoint"
-            )
 
     def _verify_content(self, path: Path) -> None:
         name, expected = path.name, self.files[path.name]

@@ -29,6 +29,7 @@ from torch.utils.data import BatchSampler
 from booster.errors import ConfigurationError
 from booster.plugin import take_state
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.checkpoint.checks import check_optimizer_state
 from plugins.hybrid_parallel.checkpoint.dcp_storage import Ints, read_from_ranks, write_tensors
 from plugins.hybrid_parallel.checkpoint.global_tensor import (
     GlobalTensor,
@@ -38,7 +39,6 @@ from plugins.hybrid_parallel.checkpoint.global_tensor import (
 )
 from plugins.hybrid_parallel.checkpoint.optimizer_state import (
     OptimizerLoad,
-    check_fits,
     merge_numbers,
     optimizer_header,
     optimizer_numbers,
@@ -210,7 +210,7 @@ def restore(
 
     def prepare() -> list[Any]:
         if optimizer is not None:
-            check_fits(optimizer, manifest.state["optimizer"])
+            check_optimizer_state(optimizer, manifest.state["optimizer"])
         loads: list[Any] = [] if optimizer is None else [OptimizerLoad(optimizer, manifest)]
         known = with_random and (same_layout or saved.get("dp") == mesh.size("dp"))
         return loads + ([RandomLoad(model, manifest.tensors, None if same_layout else mesh)] if known else [])
