@@ -42,11 +42,7 @@ from plugins.hybrid_parallel.checkpoint.global_tensor import (
     model_tensors,
     whole_state_dict,
 )
-from plugins.hybrid_parallel.checkpoint.peft import (
-    has_adapters,
-    load_adapter_files,
-    save_adapter_files,
-)
+from plugins.hybrid_parallel.checkpoint.peft import has_adapters, load_adapter_files, save_adapter_files
 from plugins.hybrid_parallel.checkpoint.save import save_model_files
 from plugins.hybrid_parallel.checkpoint.stream import WeightStream
 from plugins.hybrid_parallel.checkpoint.tensor_file import (

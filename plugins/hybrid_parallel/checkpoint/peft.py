@@ -30,13 +30,7 @@ from shardformer.distributed.process_groups import all_gather_json
 from shardformer.lazy.weight_files import check_shape, open_tensors, read_piece
 from shardformer.matmul.quantised import is_quantised
 from shardformer.peft import model_inside
-from shardformer.peft.kinds import (
-    adapter_tensors,
-    is_a,
-    is_exactly,
-    name_of,
-    wrapped_layers,
-)
+from shardformer.peft.kinds import adapter_tensors, is_a, is_exactly, name_of, wrapped_layers
 from shardformer.shard_spec import spec_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -31,12 +31,7 @@ from booster.plugin import take_state
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.checkpoint.checks import check_optimizer_state
 from plugins.hybrid_parallel.checkpoint.dcp_storage import Ints, read_from_ranks, write_tensors
-from plugins.hybrid_parallel.checkpoint.global_tensor import (
-    GlobalTensor,
-    clear_padding,
-    model_tensors,
-    tensors_to_fill,
-)
+from plugins.hybrid_parallel.checkpoint.global_tensor import GlobalTensor, clear_padding, model_tensors, tensors_to_fill
 from plugins.hybrid_parallel.checkpoint.optimizer_state import (
     OptimizerLoad,
     merge_numbers,

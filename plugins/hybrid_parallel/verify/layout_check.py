@@ -51,12 +51,7 @@ from booster.logging import quiet
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_threads
 from plugins.hybrid_parallel.setup.input_checks import has_batch_norms
-from plugins.hybrid_parallel.verify.before_boost import (
-    LayoutReport,
-    NotCheckedError,
-    checked_layouts,
-    has_own_forwards,
-)
+from plugins.hybrid_parallel.verify.before_boost import LayoutReport, NotCheckedError, checked_layouts, has_own_forwards
 from plugins.hybrid_parallel.verify.compare import Difference, Tolerance, compare
 from plugins.hybrid_parallel.verify.image_twin import NoMediaError, image_twin_of
 from plugins.hybrid_parallel.verify.module_outputs import OperatorLog, Output, OutputLog

@@ -11,12 +11,7 @@ from torch import nn
 from shardformer.attention.own_attention import DebertaRegistryAttention, MPNetRegistryAttention
 from shardformer.distributed.sequence_parallel import run_whole
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
-from shardformer.loss.text import (
-    causal_lm,
-    pretraining,
-    recurring_spans,
-    replaced_tokens,
-)
+from shardformer.loss.text import causal_lm, pretraining, recurring_spans, replaced_tokens
 from shardformer.policies.base import ModulePolicyDescription, Policy
 from shardformer.policies.rules import GATHERS, HEADS, TablePolicy, described, local, rules, variant
 from shardformer.stages.stage import IdentityPlaceholder, Received, StageLayout

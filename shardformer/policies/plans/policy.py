@@ -18,12 +18,7 @@ from shardformer.attention.packed_documents import token_mixers
 from shardformer.attention.registry import PARAMETER
 from shardformer.layers.experts import expert_modules
 from shardformer.policies.base import ModulePolicyDescription, Origin, PlanEntry, Policy
-from shardformer.policies.feature_counts import (
-    HEAD_COUNTS,
-    attends,
-    functions_of_all_features,
-    is_attention,
-)
+from shardformer.policies.feature_counts import HEAD_COUNTS, attends, functions_of_all_features, is_attention
 from shardformer.policies.mixers import RULES
 from shardformer.policies.plans.plan import (
     COLUMNS,
