@@ -23,12 +23,12 @@ from plugins.hybrid_parallel.config.options import HybridParallelConfig, is_plan
 from plugins.hybrid_parallel.data.checks import check_batch_size
 from plugins.hybrid_parallel.data.loading import Loading
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
-from plugins.hybrid_parallel.distributed.agreement import check_options, naming_ranks
+from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh, in_blocks, ranks_of
 from plugins.hybrid_parallel.features.diagnostics import synchrony_of
 from plugins.hybrid_parallel.features.feature import checkpoints_of_job, options_of_job
 from plugins.hybrid_parallel.guards import check_boosted, check_boosted_optimizer, check_criterion, refuse_backward
-from plugins.hybrid_parallel.setup.input_checks import check_optimizers_as_given, model_as_given, remember_as_boosted
+from plugins.hybrid_parallel.setup import input_checks
 from shardformer.attention import log_once
 from shardformer.distributed.process_groups import broadcast_json
 from shardformer.utils.freed_memory import return_freed_memory
@@ -133,7 +133,7 @@ class HybridParallelPlugin(Plugin):
         parallel = self.config.parallel
         shape = parallel.mesh_shape(dist.get_world_size())
         self.config.zero.num_shards(shape[1] * shape[2])
-        check_options(self.config.options())
+        input_checks.check_options(self.config.options())
         grid = build_mesh(*shape, self.config.checks_collectives, self._placement(), parallel.ep_size)
         announce_grid(grid.device_mesh.mesh)
         return grid
@@ -365,8 +365,8 @@ class HybridParallelPlugin(Plugin):
         from plugins.hybrid_parallel.verify.before_boost import check_before_boost, tell_of_criterion
 
         self._tell_of_criterion = partial(tell_of_criterion, self.config)
-        check_optimizers_as_given(objects.optimizers)
-        model = model_as_given(objects.model)
+        input_checks.check_optimizers_as_given(objects.optimizers)
+        model = input_checks.model_as_given(objects.model)
         told = check_before_boost(replace(objects, model=model), self.config)
         built = build_trained(model, objects.optimizers, self.config, self.grid, self._seed)
         for line in told:
@@ -375,7 +375,7 @@ class HybridParallelPlugin(Plugin):
         if not objects.optimizers:
             refuse_backward(built.model)
         if objects.optimizers or not built.model.is_whole or built.model.gathers:
-            remember_as_boosted(model)
+            input_checks.remember_as_boosted(model)
         self._models.append(weakref.ref(built.model))
         return built.model, list(built.model.optimizers)
 

@@ -7,12 +7,11 @@ their messages.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,9 +24,8 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError, SynchronyError
 from booster.logging import get_logger
-from shardformer import TPInfo
 from shardformer.distributed.collectives import as_bytes
-from shardformer.distributed.process_groups import all_gather_json, world_group
+from shardformer.distributed.process_groups import all_gather_json
 from shardformer.lazy.weight_files import WeightFileError
 
 _logger = get_logger(__name__)
@@ -224,32 +222,3 @@ def add_to_checksum(running: int, data: np.ndarray) -> int:
         for axis in (1, 0):
             running = zlib.crc32(table.sum(axis=axis, dtype=np.uint64).data, running)
     return zlib.crc32(data[whole:].data, running)
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Compare the keywords of `HybridParallelPlugin` of all ranks; raises on all with the difference."""
-    if dist.get_world_size() == 1:
-        return
-    options = {name: _plain(value) for name, value in options.items()}
-    number = checksum_of(options)
-    extremes = torch.tensor([number, -number])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=world_group())
-    if extremes[0] == -extremes[1]:
-        return
-    everyone = all_gather_json(options)
-    for rank, other in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if other[name] != value:
-                raise ConfigurationError(
-                    f"{name} differs between ranks 0 and {rank} ({value} and {other[name]}); "
-                    f"use {name}={value} on all ranks"
-                )
-
-
-def _plain(value: object) -> str:
-    """Return the comparable part of an option's value as text: for a policy, its class."""
-    if isinstance(value, Mapping):
-        return json.dumps(value, sort_keys=True, default=repr)
-    if value is None or isinstance(value, str | int | float | list | tuple | Path | TPInfo):
-        return repr(value)
-    return (value if isinstance(value, type) else type(value)).__qualname__

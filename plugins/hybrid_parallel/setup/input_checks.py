@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +22,12 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.distributed.agreement import checksum_of
 from plugins.hybrid_parallel.distributed.mesh import DP_CP, HybridMesh
 from plugins.hybrid_parallel.features.feature import Feature
 from plugins.hybrid_parallel.zero.granularity import Granularity, granularity_of, steps_in_parts
+from shardformer import TPInfo
+from shardformer.distributed.process_groups import all_gather_json, world_group
 from shardformer.lazy import is_recorded, waits_for_values, weight_reader_of
 from shardformer.peft import adapter_configs, check_adapters, model_inside
 from shardformer.utils.source import reads_of_forward
@@ -420,3 +425,32 @@ def check_optimizer(optim: torch.optim.Optimizer, names: Mapping[int, Sequence[s
                 f"{type(optim).__name__} holds a parameter that is not in the model given to boost(); "
                 "make the optimizer from this model's parameters()"
             )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Compare the keywords of `HybridParallelPlugin` of all ranks; raises on all with the difference."""
+    if dist.get_world_size() == 1:
+        return
+    options = {name: _plain(value) for name, value in options.items()}
+    number = checksum_of(options)
+    extremes = torch.tensor([number, -number])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=world_group())
+    if extremes[0] == -extremes[1]:
+        return
+    everyone = all_gather_json(options)
+    for rank, other in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if other[name] != value:
+                raise ConfigurationError(
+                    f"{name} differs between ranks 0 and {rank} ({value} and {other[name]}); "
+                    f"use {name}={value} on all ranks"
+                )
+
+
+def _plain(value: object) -> str:
+    """Return the comparable part of an option's value as text: for a policy, its class."""
+    if isinstance(value, Mapping):
+        return json.dumps(value, sort_keys=True, default=repr)
+    if value is None or isinstance(value, str | int | float | list | tuple | Path | TPInfo):
+        return repr(value)
+    return (value if isinstance(value, type) else type(value)).__qualname__

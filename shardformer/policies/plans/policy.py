@@ -102,6 +102,7 @@ class PlanPolicy(Policy):
     replicate_unlisted = True
     supports_sequence_parallel = True
     splits_towers = True
+    checks_counts = False  # whether tp_size must divide all attributes that the plan names
 
     def __init__(self, declared: Plan | None = None) -> None:
         super().__init__()
@@ -217,7 +218,7 @@ class PlanPolicy(Policy):
         problems += self._refused_values()
         if self.tp_size > 1 and not unknown:
             problems += self._check_heads()
-        return problems
+        return problems + (self.declared.uneven_counts(self.model, self.tp_size) if self.checks_counts else [])
 
     def module_policy(self) -> Mapping[str, ModulePolicyDescription]:
         """Return the table that the plan is lowered to, by paths of the model."""

@@ -27,9 +27,7 @@ _KEYS = ("styles", "local", "stages", *_FLAGS)
 class ProposedPolicy(PlanPolicy):
     """Policy of a plan that a user may have edited: the attributes that it divides are checked."""
 
-    def check(self) -> list[str]:
-        """Return why the model cannot be sharded; `tp_size` must divide the attributes that the plan names."""
-        return super().check() + self.declared.uneven_counts(self.model, self.tp_size)
+    checks_counts = True
 
 
 @dataclass(frozen=True)
