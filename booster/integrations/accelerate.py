@@ -30,19 +30,11 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
+from booster.integrations import prepared_loader
 from booster.integrations.accelerate_state import ReplicaValues, StateFolders
 from booster.integrations.arguments import asked_of_launch, check_accelerator, check_release
 from booster.integrations.fused_head import FusedHead
 from booster.integrations.metrics import join_metrics
-from booster.integrations.prepared_loader import (
-    PreparedLoader,
-    PreparedOptimizer,
-    ReplicaScheduler,
-    rebuilt,
-    seedable,
-    skipping,
-    split_by,
-)
 from booster.integrations.replicas import Replicas
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin, load_plugin
@@ -172,15 +164,17 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
         """Boost a model that is only evaluated; `prepare` boosts one together with its optimizer."""
         return self.prepare(model)
 
-    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> PreparedLoader:
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> prepared_loader.PreparedLoader:
         """Return a loader of this replica's share of each global batch."""
-        if isinstance(data_loader, PreparedLoader):
+        if isinstance(data_loader, prepared_loader.PreparedLoader):
             return data_loader
         if self.use_seedable_sampler and isinstance(data_loader.sampler, RandomSampler):
-            data_loader = rebuilt(data_loader, seedable(data_loader.sampler, self.dataloader_config.data_seed))
+            data_loader = prepared_loader.rebuilt(
+                data_loader, prepared_loader.seedable(data_loader.sampler, self.dataloader_config.data_seed)
+            )
         if self.split_batches:
-            data_loader = split_by(data_loader, self.num_processes)
-        loader = PreparedLoader(self.booster.boost(data_loader), self.gradient_state)
+            data_loader = prepared_loader.split_by(data_loader, self.num_processes)
+        loader = prepared_loader.PreparedLoader(self.booster.boost(data_loader), self.gradient_state)
         self._dataloaders.append(loader)
         return loader
 
@@ -194,7 +188,7 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
             return scheduler
         own = [each for each in self._optimizers if each.is_of(scheduler)] or self._optimizers
         repeats = 1 if self.split_batches else self.num_processes
-        wrapped = ReplicaScheduler(scheduler, own, self.step_scheduler_with_optimizer, repeats)
+        wrapped = prepared_loader.ReplicaScheduler(scheduler, own, self.step_scheduler_with_optimizer, repeats)
         self._schedulers.append(wrapped)
         return wrapped
 
@@ -231,7 +225,7 @@ class Accelerator(ReplicaValues, StateFolders, accelerate.Accelerator):
 
     def _register_optimizer(self, optimizer: Any, model: nn.Module | None = None) -> AcceleratedOptimizer:
         if not isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = PreparedOptimizer(optimizer, model)
+            optimizer = prepared_loader.PreparedOptimizer(optimizer, model)
         if all(optimizer is not known for known in self._optimizers):
             self._optimizers.append(optimizer)
         return optimizer
@@ -417,11 +411,11 @@ def __getattr__(name: str) -> Any:
     return getattr(accelerate, name)
 
 
-skip_first_batches = skipping(accelerate.skip_first_batches)  # as `Accelerator.skip_first_batches`
+skip_first_batches = prepared_loader.skipping(accelerate.skip_first_batches)  # as `Accelerator.skip_first_batches`
 
 
 def _is_loader(each: Any) -> bool:
-    return isinstance(each, DataLoader | PreparedLoader)
+    return isinstance(each, DataLoader | prepared_loader.PreparedLoader)
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

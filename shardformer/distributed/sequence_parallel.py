@@ -29,18 +29,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
+from shardformer.distributed import collectives
 from shardformer.distributed.blocks import BlockedTensor, Blocks, own_blocks, reduce_from_blocks
-from shardformer.distributed.collectives import (
-    all_gather,
-    all_gather_flat,
-    all_to_all,
-    gather_from_region,
-    pad_dim,
-    reduce_scatter,
-    split_to_region,
-    start_reduce_scatter,
-    without_base,
-)
 from shardformer.shard_spec import pad_to_multiple
 from shardformer.utils.derived_modules import derive, replace_modules
 from shardformer.utils.module_paths import alias_parameters
@@ -93,7 +83,7 @@ class SequenceParallel:
 
     def split(self, x: Tensor) -> Tensor:
         """Split any sequence [batch, seq, hidden], the same on every rank -> [batch, seq/tp, hidden]."""
-        return split_to_region(x, SEQ_DIM, self.group)
+        return collectives.split_to_region(x, SEQ_DIM, self.group)
 
     def positions_of_part(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """Return [length], the positions of this rank's tokens in whole sequences; `length` is that of its part."""
@@ -116,7 +106,7 @@ class SequenceParallel:
         return out
 
     def _gather_whole(self, x: Tensor) -> Tensor:
-        return gather_from_region(x, SEQ_DIM, self.group, self.length)
+        return collectives.gather_from_region(x, SEQ_DIM, self.group, self.length)
 
     def gather(self, x: Tensor) -> Tensor:
         """Apply `g-bar`: [batch, seq/tp, hidden] -> [batch, seq, hidden], also with flat rows."""
@@ -124,7 +114,7 @@ class SequenceParallel:
             return self.gather(self._by_rows(x)).flatten(0, 1)
         traced = torch.compiler.is_compiling()
         length = x.shape[SEQ_DIM] * self.world_size - self._padding if traced else self.length
-        return all_gather(x, SEQ_DIM, self.group, length)
+        return collectives.all_gather(x, SEQ_DIM, self.group, length)
 
     def _by_rows(self, x: Tensor) -> Tensor:
         """Return [batch * seq/tp, hidden] as [batch, seq/tp, hidden]."""
@@ -134,11 +124,11 @@ class SequenceParallel:
         """Apply `g-bar*`: reduce-scatter partial sums [batch, seq, hidden] -> [batch, seq/tp, hidden]."""
         if x.dim() == 2:
             return self.reduce_scatter(x.unflatten(0, (-1, self.length))).flatten(0, 1)
-        return reduce_scatter(x, SEQ_DIM, self.group)
+        return collectives.reduce_scatter(x, SEQ_DIM, self.group)
 
     def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, dist.Work]:
         """Start a reduce-scatter of [batch, seq, hidden]; return this rank's [seq/tp, batch, hidden] and the work."""
-        return start_reduce_scatter(x, SEQ_DIM, self.group)
+        return collectives.start_reduce_scatter(x, SEQ_DIM, self.group)
 
 
 def first_input(args: tuple, kwargs: dict, change: Any) -> tuple[tuple, dict]:
@@ -190,7 +180,7 @@ class PendingGather:
         self.other_rows = [slice(0, self.rows.start), slice(self.rows.stop, share * region.world_size)]
         self._gathered = self.own.new_empty((share * region.world_size, *self.own.shape[1:]))
         self._tokens: Tensor | None = None
-        self._work = all_gather_flat(self._gathered, self.own, group=region.group, async_op=True)
+        self._work = collectives.all_gather_flat(self._gathered, self.own, group=region.group, async_op=True)
 
     def wait(self) -> Tensor:
         """Wait for the gather; return the tokens, [seq, batch, hidden], with padding."""
@@ -208,7 +198,9 @@ class PendingGather:
     def tokens(self) -> Tensor:
         """Return the gathered tokens, [batch, seq, hidden], differentiable; not used by column-parallel layers."""
         if self._tokens is None:
-            self._tokens = all_gather(self.local, SEQ_DIM, self.region.group, self.length, gathered=self.wait())
+            self._tokens = collectives.all_gather(
+                self.local, SEQ_DIM, self.region.group, self.length, gathered=self.wait()
+            )
         return self._tokens
 
 
@@ -383,7 +375,7 @@ class UlyssesAllToAll:
         of_keys = length if self.memory_length is None else self.memory_length
 
         def exchanged(x: Tensor, tokens: int) -> Tensor:
-            return all_to_all(repeated_for(x, size), 1, 2, self.region.group)[:, :, :tokens]
+            return collectives.all_to_all(repeated_for(x, size), 1, 2, self.region.group)[:, :, :tokens]
 
         return exchanged(query, length), exchanged(key, of_keys), exchanged(value, of_keys)
 
@@ -400,7 +392,7 @@ class UlyssesAllToAll:
 
     def to_sequence(self, found: Tensor) -> Tensor:
         """Exchange attention output back: [batch, seq, heads/tp, head_dim] -> [batch, seq/tp, heads, head_dim]."""
-        return all_to_all(pad_dim(found, 1, self.region.world_size), 1, 2, self.region.group)
+        return collectives.all_to_all(collectives.pad_dim(found, 1, self.region.world_size), 1, 2, self.region.group)
 
 
 def _bias_of_sequence(self: nn.Module, query_length: int, key_length: int, **options: Any) -> Tensor:
@@ -468,7 +460,7 @@ class BlockedSequence(SequenceParallel):
 
     def parts_of(self, whole: Tensor) -> tuple[Tensor, ...]:
         """Return this rank's blocks of [batch, seq, hidden], padded with zeros, in memory of their own."""
-        parts = pad_dim(whole, SEQ_DIM, self.blocks.count).chunk(self.blocks.count, SEQ_DIM)
+        parts = collectives.pad_dim(whole, SEQ_DIM, self.blocks.count).chunk(self.blocks.count, SEQ_DIM)
         return tuple(parts[index].clone(memory_format=torch.contiguous_format) for index in self.blocks.local)
 
     def whole_of(self, parts: Sequence[Tensor], length: int) -> Tensor:
@@ -476,7 +468,7 @@ class BlockedSequence(SequenceParallel):
         if self.is_cut:
             own = torch.stack(parts)
             everyone = own.new_empty((self.blocks.count, *own.shape[1:]))
-            all_gather_flat(everyone.view(-1), own.view(-1), group=self.group)
+            collectives.all_gather_flat(everyone.view(-1), own.view(-1), group=self.group)
             parts = everyone.unbind()
         return torch.cat(parts, SEQ_DIM).narrow(SEQ_DIM, 0, length).contiguous()
 
@@ -496,7 +488,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: BlockedSequence, length: int, *parts: Tensor) -> Tensor:
         ctx.region = region
-        return without_base(region.whole_of(parts, length))
+        return collectives.without_base(region.whole_of(parts, length))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -28,19 +28,7 @@ from shardformer.layers import (
 )
 from shardformer.matmul.native import NATIVE, is_transposed
 from shardformer.matmul.quantised import QuantisedWeight
-from shardformer.peft.kinds import (
-    IA3_LINEAR,
-    LORA_LINEAR,
-    check_layers,
-    check_shape_of_cut,
-    inner_module,
-    is_a,
-    is_exactly,
-    name_of,
-    put_inside,
-    refuse_merge,
-    wrapped_layers,
-)
+from shardformer.peft import kinds
 from shardformer.policies.base import Policy
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import ShardSpec, annotate, grad_group_of, shard_parameter, spec_of
@@ -50,23 +38,23 @@ from shardformer.utils.module_paths import has_module, replace_module
 
 def cut_adapter(layer: nn.Module, path: str, config: ShardConfig) -> None:
     """Shard all adapters of a peft layer like its sharded base layer; ValueError if they cannot follow."""
-    if is_a(layer, "trainable tokens"):
+    if kinds.is_a(layer, "trainable tokens"):
         look_up_trained_rows(layer.token_adapter)
-        layer.token_adapter.merge = partial(refuse_merge, "trainable_token_indices", _CUT_VOCABULARY)
+        layer.token_adapter.merge = partial(kinds.refuse_merge, "trainable_token_indices", _CUT_VOCABULARY)
         return
-    if is_exactly(layer, *LORA_LINEAR):
+    if kinds.is_exactly(layer, *kinds.LORA_LINEAR):
         if layer.lora_magnitude_vector:
-            check_shape_of_cut(layer.base_layer, path, "DoRA; use use_dora=False")
+            kinds.check_shape_of_cut(layer.base_layer, path, "DoRA; use use_dora=False")
         _cut_lora(layer, config)
         _cut_magnitudes(layer, config)
         _move_hooks(layer)
-    elif is_exactly(layer, *IA3_LINEAR):
-        check_shape_of_cut(layer.base_layer, path, "IA³; leave it out of target_modules")
+    elif kinds.is_exactly(layer, *kinds.IA3_LINEAR):
+        kinds.check_shape_of_cut(layer.base_layer, path, "IA³; leave it out of target_modules")
         _cut_factors(layer, config)
-    elif is_exactly(layer, "lora embedding"):
+    elif kinds.is_exactly(layer, "lora embedding"):
         _keep_embedding_adapters(layer, config)
     if not getattr(layer.base_layer, "merges_exactly", True):
-        layer.merge = partial(refuse_merge, name_of(layer), _OTHER_BLOCKS)
+        layer.merge = partial(kinds.refuse_merge, kinds.name_of(layer), _OTHER_BLOCKS)
 
 
 def keep_whole(parameters: Iterable[nn.Parameter], config: ShardConfig, grad_group: ProcessGroup | None = None) -> None:
@@ -166,7 +154,7 @@ def _keep_embedding_adapters(layer: nn.Module, config: ShardConfig) -> None:
     group = grad_group_of(layer.base_layer.weight)
     keep_whole([*layer.lora_embedding_A.parameters(), *layer.lora_embedding_B.parameters()], config, group)
     if isinstance(layer.base_layer, ParallelModule) or spec_of(layer.base_layer.weight).dim is not None:
-        layer.merge = partial(refuse_merge, name_of(layer), _CUT_VOCABULARY)
+        layer.merge = partial(kinds.refuse_merge, kinds.name_of(layer), _CUT_VOCABULARY)
 
 
 _CUT_VOCABULARY = "an embedding whose vocabulary tp_size cuts"
@@ -248,21 +236,21 @@ def _local_rows(adapter: nn.Module, active: Sequence[str]) -> Tensor:
 @contextmanager
 def adapters_detached(model: nn.Module, config: ShardConfig, policy: Policy) -> Iterator[None]:
     """Detach adapters in the context, then reattach this stage's, sharded; ValueError before any change."""
-    layers = dict(wrapped_layers(model))
-    check_layers(model, layers, config, policy)
+    layers = dict(kinds.wrapped_layers(model))
+    kinds.check_layers(model, layers, config, policy)
     outermost = {
         path: layer for path, layer in layers.items() if not any(path.startswith(f"{other}.") for other in layers)
     }
     for path, layer in outermost.items():
-        replace_module(model, path, inner_module(layer))
+        replace_module(model, path, kinds.inner_module(layer))
     copies = ModuleCopies(config)
     try:
         yield
     finally:
         for path, layer in outermost.items():
             if has_module(model, path) and not isinstance(model.get_submodule(path), StagePlaceholder):
-                put_inside(layer, model.get_submodule(path))
-                if is_a(layer, "copied module"):
+                kinds.put_inside(layer, model.get_submodule(path))
+                if kinds.is_a(layer, "copied module"):
                     copies.cut(layer)
                 elif config.tensor_parallel_size > 1:
                     cut_adapter(layer, path, config)

@@ -24,17 +24,9 @@ from torch.distributed import ProcessGroup
 from shardformer.distributed.collectives import copy_to_region
 from shardformer.layers import ColumnParallelLinear, GatedRMSNorm, RowParallelLinear, StateSpaceProjection
 from shardformer.matmul.quantised import is_quantised
+from shardformer.policies import module_edits
 from shardformer.policies.base import ModulePolicyDescription, PartChange, Policy, SubModuleReplacementDescription
 from shardformer.policies.feature_counts import HEAD_COUNTS, HEAD_NORM, names_read
-from shardformer.policies.module_edits import (
-    has_norms_of_heads,
-    read_norms_of_heads,
-    shard_channels,
-    shard_own_parameter,
-    shard_weights_of_heads,
-    share_feature_statistics,
-    sum_gradient_of_parameter,
-)
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import Part, ShardSpec
 from shardformer.utils.module_paths import alias_buffers, alias_parameters, join, starred
@@ -101,7 +93,7 @@ def _feature_statistics(
     targets = {replacement.target_module for replacement in description.sub_module_replacement}
     if policy.tp_size == 1 or ColumnParallelLinear not in targets or not hasattr(owner, "_gaussian_topk"):
         return []
-    return [partial(share_feature_statistics, group=policy.shard_config.group)]
+    return [partial(module_edits.share_feature_statistics, group=policy.shard_config.group)]
 
 
 class Experts(Mixer):
@@ -158,9 +150,9 @@ def _norms_by_head(policy: Policy, path: str, owner: nn.Module) -> list[Callable
     head_dim, changes = getattr(owner, "head_dim", None), []
     for name, norm in _forgotten_norms(policy, path, owner):
         if all(param.dim() == 2 and param.shape[1] == head_dim for param in norm.parameters()):
-            changes.append(partial(shard_weights_of_heads, name=name, group=policy.shard_config.group))
-        elif has_norms_of_heads(norm) and policy.tp_size > 1:
-            changes.append(partial(read_norms_of_heads, name=name, group=policy.shard_config.group))
+            changes.append(partial(module_edits.shard_weights_of_heads, name=name, group=policy.shard_config.group))
+        elif module_edits.has_norms_of_heads(norm) and policy.tp_size > 1:
+            changes.append(partial(module_edits.read_norms_of_heads, name=name, group=policy.shard_config.group))
     return changes
 
 
@@ -255,7 +247,7 @@ class StateSpace(Mixer):
         if name in ("norm", "dt_proj"):
             return partial(_cut_norm if name == "norm" else _cut_time_steps, group=config.group)
         dims = getattr(owner, name).dim()
-        return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=config.group)
+        return partial(module_edits.shard_own_parameter, name=name, from_end=dims, num_parts=1, group=config.group)
 
 
 def _is_mamba(module: nn.Module) -> bool:
@@ -312,7 +304,7 @@ def _cut_convolution(owner: nn.Module, *, parts: tuple[Part, ...], shares: bool,
     if shares:
         _share_matrices(owner, *channels, group)
     else:
-        shard_channels(owner, name="conv1d", parts=channels, group=group)
+        module_edits.shard_channels(owner, name="conv1d", parts=channels, group=group)
     _take_local_factors(owner, parts, shares, group)
     _run_part_by_part(owner)
 
@@ -327,7 +319,7 @@ def _share_matrices(owner: nn.Module, inner: Part, matrices: Part, group: Proces
         return {name: torch.cat([each[start:stop], each[inner.size :]]) for name, each in whole.items()}
 
     for name, _ in list(conv.named_parameters()):
-        sum_gradient_of_parameter(conv, name=name, group=group)
+        module_edits.sum_gradient_of_parameter(conv, name=name, group=group)
     alias_parameters(conv, local, during=owner)
     conv.groups = conv.in_channels = conv.out_channels = stop - start + matrices.size
 
@@ -367,7 +359,7 @@ def _run_part_by_part(owner: nn.Module) -> None:
 
 def _cut_norm(owner: nn.Module, *, group: ProcessGroup) -> None:
     """Shard the gated norm, each of whose groups is on one rank."""
-    shard_own_parameter(owner.norm, name="weight", from_end=1, num_parts=1, group=group)
+    module_edits.shard_own_parameter(owner.norm, name="weight", from_end=1, num_parts=1, group=group)
     if hasattr(owner.norm, "n_groups"):
         owner.norm.n_groups //= dist.get_world_size(group)
 
@@ -375,7 +367,7 @@ def _cut_norm(owner: nn.Module, *, group: ProcessGroup) -> None:
 def _cut_time_steps(owner: nn.Module, *, group: ProcessGroup) -> None:
     """Shard what makes the time steps of all channels from the low-rank ones that `x_proj` returns, as B and C."""
     for name, parameter in list(owner.dt_proj.named_parameters()):
-        shard_own_parameter(owner.dt_proj, name=name, from_end=parameter.dim(), num_parts=1, group=group)
+        module_edits.shard_own_parameter(owner.dt_proj, name=name, from_end=parameter.dim(), num_parts=1, group=group)
 
     def share(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         return copy_to_region(output, group)  # read for a rank's own channels: gradients are partial
@@ -473,10 +465,10 @@ def change_of(owner: nn.Module, name: str, config: ShardConfig) -> PartChange | 
             name, ColumnParallelLinear, options, reads=f"input of {part.in_features} features"
         )
     if role == _CHANNELS:
-        return partial(shard_channels, name=name, parts=_channels(owner, form), group=config.group)
+        return partial(module_edits.shard_channels, name=name, parts=_channels(owner, form), group=config.group)
     if role == _HEADS:  # the only dim that is not 1
         from_end = part.dim() - max(range(part.dim()), key=part.shape.__getitem__)
-        return partial(shard_own_parameter, name=name, from_end=from_end, num_parts=1, group=config.group)
+        return partial(module_edits.shard_own_parameter, name=name, from_end=from_end, num_parts=1, group=config.group)
     return SubModuleReplacementDescription(name, None, partial_gradient=True) if role == _NORM else None
 
 

@@ -14,14 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardformer.attention import log_once
+from shardformer.distributed import collectives
 from shardformer.distributed.blocks import Blocks, blocks_of, num_parts, split_parameter
-from shardformer.distributed.collectives import (
-    copy_to_region,
-    gather_features,
-    gather_from_region,
-    reduce_from_region,
-    split_features,
-)
 from shardformer.layers import ParallelDropout
 from shardformer.layers.linear import column_spec, copies_group, in_features, out_features, row_spec
 from shardformer.shard_spec import Part, ShardSpec, annotate, shard_parameter
@@ -148,8 +142,10 @@ def share_expert_inputs(experts: nn.Module, group: ProcessGroup) -> None:
 
 def share_input_of_normed_experts(experts: nn.Module, group: ProcessGroup) -> None:
     """Make the input of experts tensor-parallel whose `post_expert_norm` reads whole outputs."""
-    experts.register_forward_pre_hook(lambda _, args: (copy_to_region(args[0], group), *args[1:]))
-    experts.post_expert_norm.register_forward_pre_hook(lambda _, args: reduce_from_region(args[0].clone(), group))
+    experts.register_forward_pre_hook(lambda _, args: (collectives.copy_to_region(args[0], group), *args[1:]))
+    experts.post_expert_norm.register_forward_pre_hook(
+        lambda _, args: collectives.reduce_from_region(args[0].clone(), group)
+    )
     _avoid_unaligned_kernel(experts, num_parts(group))
 
 
@@ -179,7 +175,7 @@ def _share_inputs(module: nn.Module, group: ProcessGroup, first: int) -> None:
     """Sum the gradients of the inputs from index `first` on: ranks read the same values and find partial gradients."""
 
     def share(x: Any) -> Any:
-        return copy_to_region(x, group) if _is_differentiable(x) else x
+        return collectives.copy_to_region(x, group) if _is_differentiable(x) else x
 
     def read(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         shared = tuple(share(x) for x in args[first:])
@@ -191,14 +187,14 @@ def _share_inputs(module: nn.Module, group: ProcessGroup, first: int) -> None:
 def reduce_output(module: nn.Module, group: ProcessGroup) -> None:
     """All-reduce the output of `module`, which is a partial sum on each rank."""
     # Clone: the reduction works in place, and the module may have returned a view.
-    module.register_forward_hook(lambda _, __, output: reduce_from_region(output.clone(), group))
+    module.register_forward_hook(lambda _, __, output: collectives.reduce_from_region(output.clone(), group))
 
 
 def run_on_gathered_features(module: nn.Module, group: ProcessGroup) -> None:
     """Gather the features that a linear layer reads, [..., features], and keep this rank's part of those it returns."""
     read, returned = row_spec(in_features(module), group), column_spec(out_features(module), group)
-    module.register_forward_pre_hook(lambda _, args: (gather_features(args[0], read, group), *args[1:]))
-    module.register_forward_hook(lambda _, __, output: split_features(output, returned, group))
+    module.register_forward_pre_hook(lambda _, args: (collectives.gather_features(args[0], read, group), *args[1:]))
+    module.register_forward_hook(lambda _, __, output: collectives.split_features(output, returned, group))
 
 
 def scale_input(module: nn.Module, group: ProcessGroup) -> None:
@@ -218,7 +214,7 @@ def divide_bias_of_partial_sums(owner: nn.Module, *, name: str, group: ProcessGr
     """Let each part add its share of a whole parameter of `owner`, which is added to sums that are partial."""
 
     def share(module: nn.Module, _: tuple[Any, ...]) -> dict[str, Tensor]:
-        return {name: copy_to_region(module._parameters[name] / num_parts(group), group)}
+        return {name: collectives.copy_to_region(module._parameters[name] / num_parts(group), group)}
 
     alias_parameters(owner, share)
 
@@ -236,7 +232,7 @@ def sum_gradient_of_rotary_part(module: nn.Module, size: int, group: ProcessGrou
 
     def split(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         compressed, rotary_key = output.split([output.shape[-1] - size, size], dim=-1)
-        return torch.cat([compressed, copy_to_region(rotary_key, group)], dim=-1)
+        return torch.cat([compressed, collectives.copy_to_region(rotary_key, group)], dim=-1)
 
     split.sees_adapters = True  # an adapter's part of the output has such features too
     module.register_forward_hook(split)
@@ -259,7 +255,7 @@ def share_feature_statistics(mlp: nn.Module, group: ProcessGroup) -> None:
 
     def gaussian_topk(inputs: Tensor) -> Tensor:
         mean, std = mean_and_deviation(inputs, shares, group)
-        return nn.functional.relu(inputs - copy_to_region(mean + std * quantile.type(inputs.dtype), group))
+        return nn.functional.relu(inputs - collectives.copy_to_region(mean + std * quantile.type(inputs.dtype), group))
 
     mlp._gaussian_topk = gaussian_topk
 
@@ -274,7 +270,7 @@ def mean_and_deviation(x: Tensor, shares: Sequence[float], group: ProcessGroup) 
         shares: the part of the features that each rank, or each block, has.
     """
     own = torch.cat(torch.std_mean(x, dim=-1, keepdim=True, correction=0), dim=-1)
-    gathered = gather_from_region(own, x.dim() - 1, group)
+    gathered = collectives.gather_from_region(own, x.dim() - 1, group)
     deviations, means = gathered.unflatten(-1, (len(shares), 2)).unbind(-1)  # [..., ranks]
     weights = means.new_tensor(shares)
     mean = (means * weights).sum(-1, keepdim=True)

@@ -19,20 +19,9 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import nn
 
+from shardformer import layers
 from shardformer.distributed.random import draw_per_rank
 from shardformer.distributed.sequence_parallel import run_whole
-from shardformer.layers import (
-    ColumnParallelLinear,
-    FusedLayerNorm,
-    FusedRMSNorm,
-    GatheredLMHead,
-    HeadParallelEmbedding,
-    MultiQueryLinear,
-    ParallelDropout,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    VocabParallelLMHead,
-)
 from shardformer.loss.heads import USUAL_HEAD_LOSSES
 from shardformer.policies.base import ModulePolicyDescription, Origin, Policy, SubModuleReplacementDescription
 from shardformer.policies.base import SubModuleReplacementDescription as Replacement
@@ -79,48 +68,48 @@ class ShardingRules:
         if parts is not None:
             kwargs = {"parts": parts, "input_is_gathered": is_gathered}
         options = {"reads": reads or suffixes[0], "gathers_sequence": gathers_sequence}
-        return [_replace(suffix, ColumnParallelLinear, kwargs, **options) for suffix in suffixes]
+        return [_replace(suffix, layers.ColumnParallelLinear, kwargs, **options) for suffix in suffixes]
 
     def row(self, suffix: str, num_heads: int | None = None) -> list[Replacement]:
         """Replace a linear layer by a row-parallel one, which ends a tensor-parallel region."""
-        return [_replace(suffix, RowParallelLinear, {"num_heads": num_heads, "sequence": self.config.sequence})]
+        return [_replace(suffix, layers.RowParallelLinear, {"num_heads": num_heads, "sequence": self.config.sequence})]
 
     def gathered(self, *suffixes: str) -> list[Replacement]:
         """Replace linear layers by column-parallel ones that gather their output immediately."""
-        return [_replace(suffix, ColumnParallelLinear, {"gather_output": True}) for suffix in suffixes]
+        return [_replace(suffix, layers.ColumnParallelLinear, {"gather_output": True}) for suffix in suffixes]
 
     def row_split_input(self, suffix: str) -> list[Replacement]:
         """Replace a linear layer by a row-parallel one whose input is not sharded."""
-        return [_replace(suffix, RowParallelLinear, {"splits_input": True})]
+        return [_replace(suffix, layers.RowParallelLinear, {"splits_input": True})]
 
     def vocab(self, suffix: str) -> list[Replacement]:
         """Shard a token embedding over the vocabulary."""
-        return [_replace(suffix, VocabParallelEmbedding, self.config.vocab_options)]
+        return [_replace(suffix, layers.VocabParallelEmbedding, self.config.vocab_options)]
 
     def head(self, suffix: str) -> list[Replacement]:
         """Shard a language-model head over the vocabulary."""
-        return [_replace(suffix, VocabParallelLMHead, self.config.vocab_options)]
+        return [_replace(suffix, layers.VocabParallelLMHead, self.config.vocab_options)]
 
     def gathered_lm_head(self, suffix: str) -> list[Replacement]:
         """Shard a language-model head and gather its logits immediately, for models that process the logits."""
-        return [_replace(suffix, GatheredLMHead, {**self.config.vocab_options, "gather_output": True})]
+        return [_replace(suffix, layers.GatheredLMHead, {**self.config.vocab_options, "gather_output": True})]
 
     def layer_norm(self, *suffixes: str) -> list[Replacement]:
         """Describe layer norms inside the stack of layers."""
-        return self._norm(FusedLayerNorm, suffixes)
+        return self._norm(layers.FusedLayerNorm, suffixes)
 
     def rms_norm(self, *suffixes: str) -> list[Replacement]:
         """Describe RMS norms inside the stack of layers."""
-        return self._norm(FusedRMSNorm, suffixes)
+        return self._norm(layers.FusedRMSNorm, suffixes)
 
     def head_norm(self, *suffixes: str) -> list[Replacement]:
         """Describe RMS norms inside a tensor-parallel region whose weights all heads share."""
-        target = FusedRMSNorm if self.config.enable_fused_normalization else None
+        target = layers.FusedRMSNorm if self.config.enable_fused_normalization else None
         return [_replace(suffix, target, {}, partial_gradient=True) for suffix in suffixes]
 
     def residual_dropout(self, *suffixes: str) -> list[Replacement]:
         """Describe dropout between tensor-parallel regions: one mask for all ranks, unless the sequence is sharded."""
-        target = ParallelDropout if self.config.sequence is not None else None
+        target = layers.ParallelDropout if self.config.sequence is not None else None
         return [_replace(suffix, target, {}) for suffix in suffixes]
 
     def replicated(self, *suffixes: str) -> list[Replacement]:
@@ -164,15 +153,15 @@ class ShardingRules:
 
     def region_dropout(self, *suffixes: str) -> list[Replacement]:
         """Replace dropout inside a tensor-parallel region, where each rank has its own features or heads."""
-        return [_replace(suffix, ParallelDropout, {}) for suffix in suffixes]
+        return [_replace(suffix, layers.ParallelDropout, {}) for suffix in suffixes]
 
     def head_sharded_embedding(self, suffix: str) -> list[Replacement]:
         """Shard an embedding table of biases [positions, heads] by heads."""
-        return [_replace(suffix, HeadParallelEmbedding, {})]
+        return [_replace(suffix, layers.HeadParallelEmbedding, {})]
 
     def multi_query(self, suffix: str, **sizes: int) -> list[Replacement]:
         """Replace a fused projection whose key/value heads are fewer than ranks; `sizes` are of `MultiQueryLinear`."""
-        return [_replace(suffix, MultiQueryLinear, {**sizes, "input_is_gathered": self.config.gathers_sum})]
+        return [_replace(suffix, layers.MultiQueryLinear, {**sizes, "input_is_gathered": self.config.gathers_sum})]
 
     def draw_per_rank(self) -> list[Change]:
         """Let a module with functional dropout draw separate random numbers on each rank, for its own heads."""

@@ -14,15 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.stages.earlier_modules import (
-    KeptOutput,
-    MetaModule,
-    ReceivedOutput,
-    exchange_inputs,
-    keep_tensors,
-    keys_between,
-    output_keys,
-)
+from shardformer.stages import earlier_modules
 from shardformer.stages.layout import Place, StageLayout, VirtualStage, VirtualStages, balanced_split, matrix_cost
 from shardformer.stages.placeholders import (
     Boundary,
@@ -209,11 +201,11 @@ class StagePartitioner:
                     keep_output(self.model.get_submodule(self._prefix + path), path, fields, stage_input)
         for path, (count, runs_with) in self._kept.items():
             if any(runs_with in self.ranges[stage] for stage in self.manager.held):
-                keep_tensors(self.model.get_submodule(self._prefix + path), path, count, stage_input)
+                earlier_modules.keep_tensors(self.model.get_submodule(self._prefix + path), path, count, stage_input)
         for layout in self.lists:
             if layout.inputs_between:
                 around = (self._prefix + layout.layers).rpartition(".")[0]
-                exchange_inputs(self.model.get_submodule(around), layout.inputs_between, stage_input)
+                earlier_modules.exchange_inputs(self.model.get_submodule(around), layout.inputs_between, stage_input)
         self.model.stage_views = VirtualStages(self.model, stage_input, views)
         for layout in self.lists:
             if has_module(self.model, self._prefix + layout.layers):
@@ -295,7 +287,7 @@ class StagePartitioner:
         for position, layer in enumerate(list(layers), start=start):
             stand_in = None
             if position == held.start - 1 and layout.calls_forward:
-                stand_in = ReceivedOutput(layer)
+                stand_in = earlier_modules.ReceivedOutput(layer)
             elif position < held.start:
                 stand_in = self._earlier(f"{layout.layers}.{position - start}", layer, layout)
                 stand_in = stand_in or Skipped(int(layout.tuple_output), layout.carried_inputs)
@@ -345,9 +337,9 @@ class StagePartitioner:
     def _earlier(self, path: str, native: nn.Module, layout: StageLayout) -> StagePlaceholder | None:
         """Return the placeholder for a module of an earlier stage of which later ones need more; None for others."""
         if path in self._kept:
-            return KeptOutput(path, self._kept[path][0], native if layout.changes_shapes else None)
+            return earlier_modules.KeptOutput(path, self._kept[path][0], native if layout.changes_shapes else None)
         is_skipped = layout.skips_layers and _is_in(path, [layout.layers])
-        return MetaModule(native) if layout.changes_shapes and not is_skipped else None
+        return earlier_modules.MetaModule(native) if layout.changes_shapes and not is_skipped else None
 
     def _place(self, path: str) -> Place:
         parent, _, name = (self._prefix + path).rpartition(".")
@@ -361,9 +353,14 @@ class StagePartitioner:
         layout = self.lists[index]
         finished = self.lists[max(index - 1, 0) : index]
         towers = [(path, name) for each in finished for path, names in each.finished_towers.items() for name in names]
-        kept = [key for path, (count, at) in self._kept.items() if at < position for key in output_keys(path, count)]
+        kept = [
+            key
+            for path, (count, at) in self._kept.items()
+            if at < position
+            for key in earlier_modules.output_keys(path, count)
+        ]
         later = range(position - self.starts[index], self.starts[index + 1] - self.starts[index])
-        between = keys_between(layout.inputs_between, later)
+        between = earlier_modules.keys_between(layout.inputs_between, later)
         return list(layout.carried_inputs), [*towers, *kept, *state_keys(layout.shared_states), *between]
 
     def _stage_of(self, layer: int) -> int:

@@ -18,22 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from shardformer import layers
 from shardformer.attention import log_once, uses_registry
 from shardformer.context_parallel.attention import RING
 from shardformer.distributed.collectives import all_gather, local_slice
 from shardformer.distributed.sequence_parallel import SEQ_DIM, SequenceParallel
-from shardformer.layers import (
-    ColumnParallelLinear,
-    FusedLayerNorm,
-    FusedRMSNorm,
-    GatheredLMHead,
-    HeadParallelEmbedding,
-    MultiQueryLinear,
-    ParallelDropout,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    VocabParallelLMHead,
-)
 from shardformer.layers.experts import expert_modules, is_experts
 from shardformer.layers.linear import in_features, out_features
 from shardformer.layers.parallel_module import ParallelModule
@@ -45,12 +34,7 @@ from shardformer.policies.module_edits import read_norms_of_heads, shard_own_par
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.registry import head_loss_of
 from shardformer.shard_config import ShardConfig
-from shardformer.transforms.sequences import (
-    counting_reasons,
-    mixers_of_layers,
-    reader_of_tokens,
-    reason_against_sharing,
-)
+from shardformer.transforms import sequences
 from shardformer.utils.derived_modules import hook_on, hooked_modules, user_code
 from shardformer.utils.module_paths import divisors_phrase, has_module, told
 
@@ -70,18 +54,22 @@ class Replacement:
     @property
     def cuts_outputs(self) -> bool:
         """Whether the output features of the replacement are sharded over ranks."""
-        cuts = issubclass(self.target, ColumnParallelLinear | MultiQueryLinear | HeadParallelEmbedding)
+        cuts = issubclass(
+            self.target, layers.ColumnParallelLinear | layers.MultiQueryLinear | layers.HeadParallelEmbedding
+        )
         return cuts and self.target.shards_layer and not self.arguments.get("gather_output")
 
     @property
     def cuts_inputs(self) -> bool:
         """Whether the input features of the replacement are sharded over ranks."""
-        return issubclass(self.target, RowParallelLinear) and not self.arguments.get("splits_input")
+        return issubclass(self.target, layers.RowParallelLinear) and not self.arguments.get("splits_input")
 
     @property
     def cut(self) -> Any:
         """What decides which shard of its parameters the replacement holds; an embedding has the rows of its head."""
-        is_vocabulary = issubclass(self.target, VocabParallelEmbedding | VocabParallelLMHead | GatheredLMHead)
+        is_vocabulary = issubclass(
+            self.target, layers.VocabParallelEmbedding | layers.VocabParallelLMHead | layers.GatheredLMHead
+        )
         return "vocabulary" if is_vocabulary else (self.target, self.arguments)
 
 
@@ -388,7 +376,7 @@ def exchange_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> 
     attends = policy.own_attention or any(uses_registry(module) for module in model.modules())
     if not attends or not policy.supports_ulysses:
         return [f"{mode} cannot reach the attention of {name}; use 'split_gather' or no sequence parallelism"]
-    if policy.stages is not None and (reason := next(counting_reasons(model, policy), None)) is not None:
+    if policy.stages is not None and (reason := next(sequences.counting_reasons(model, policy), None)) is not None:
         return [
             f"{mode} cannot divide the sequences of {name}, {reason}; use 'split_gather' or no sequence parallelism"
         ]
@@ -414,15 +402,15 @@ class LayerSequence(SequenceParallel):
         return all_gather(x, SEQ_DIM, self.group, self.length)
 
 
-_VOCABULARY = (VocabParallelEmbedding, VocabParallelLMHead, GatheredLMHead)
+_VOCABULARY = (layers.VocabParallelEmbedding, layers.VocabParallelLMHead, layers.GatheredLMHead)
 _LAYERS = (
     *_VOCABULARY,
-    ColumnParallelLinear,
-    RowParallelLinear,
-    HeadParallelEmbedding,
-    ParallelDropout,
-    FusedLayerNorm,
-    FusedRMSNorm,
+    layers.ColumnParallelLinear,
+    layers.RowParallelLinear,
+    layers.HeadParallelEmbedding,
+    layers.ParallelDropout,
+    layers.FusedLayerNorm,
+    layers.FusedRMSNorm,
 )
 _STYLES = frozenset(
     ("colwise", "colwise_gather_output", "colwise_rep", "fused_colwise", "rowwise", "packed_colwise", "packed_rowwise")
@@ -466,8 +454,8 @@ def _of_layers(sharder: ModelSharder, count: int) -> Iterator[str]:
             continue
         if target not in _LAYERS or options.get("splits_input"):
             yield f"{path} becomes a {target.__name__}, which a rank computes at once"
-        elif target in (ColumnParallelLinear, RowParallelLinear):
-            is_row, heads = target is RowParallelLinear, options.get("num_heads")
+        elif target in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+            is_row, heads = target is layers.RowParallelLinear, options.get("num_heads")
             features = in_features(native) if is_row else options.get("part_size") or out_features(native)
             parts = {(part.size // part.unit, part.unit > 1) for part in options.get("parts", ())}
             for units, are_heads in sorted(parts) or [(heads or features, heads is not None)]:
@@ -516,7 +504,7 @@ def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> l
     """Return the reasons why the sequences of a model cannot be sharded over ranks; empty if there are none."""
     asked, name = f"cp_size={config.context.size}", type(model).__name__
     is_ring = config.context_parallel_mode == RING
-    reason = reason_against_sharing(model, policy)
+    reason = sequences.reason_against_sharing(model, policy)
     if reason is not None and (is_ring or not _attends_by_heads(model, policy)):
         way_out = "sequence_parallelism_mode='all_to_all', or " if _attends_by_heads(model, policy) else ""
         return [f"{asked} cannot share the sequences of {name}, {reason}; use {way_out}cp_size=1"]
@@ -533,7 +521,7 @@ def context_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> l
             f"{asked} cannot share the sequences of {name} over pp_size={num_stages} stages, because its tokens are "
             "embedded outside of the module that reads them; use pp_size=1, or cp_size=1"
         ]
-    if config.sequence is not None and mixers_of_layers(model, policy):
+    if config.sequence is not None and sequences.mixers_of_layers(model, policy):
         return [_shared_twice(model, config)]
     return [] if is_ring else _head_problems(policy, config, "'ring_attn'")
 
@@ -547,7 +535,7 @@ def _attends_by_heads(model: nn.Module, policy: Policy) -> bool:
 def _layer_problems(model: nn.Module, policy: Policy, config: ShardConfig) -> Iterator[str]:
     """Yield why parts of sequences inside of layers would compute something else, or not at all."""
     asked, name = f"cp_size={config.context.size}", type(model).__name__
-    for reason in counting_reasons(model, policy):
+    for reason in sequences.counting_reasons(model, policy):
         yield f"{asked} cannot share the sequences of {name}, {reason}; use cp_size=1"
     if config.sequence is not None:
         yield _shared_twice(model, config)
@@ -581,6 +569,6 @@ def _head_problems(policy: Policy, config: ShardConfig, way_out: str) -> list[st
 
 def _embeds_outside(model: nn.Module, policy: Policy) -> bool:
     """Return whether a module around the reader of tokens embeds them, to insert images: stages send it parts."""
-    reader = reader_of_tokens(model, policy)
+    reader = sequences.reader_of_tokens(model, policy)
     path = next(name for name, module in model.named_modules() if module is reader)
     return not policy.tokens_mix_only_in_attention() and "." in path

@@ -22,23 +22,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.media import media_tokens
 from plugins.hybrid_parallel.data.microbatch import stand_in, without_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from shardformer.attention import log_once
-from shardformer.attention.packed_documents import (
-    ARGUMENT,
-    ROTARY,
-    asks_for_cache,
-    document_lengths,
-    document_starts,
-    first_position,
-    flash_arguments,
-    jumps_of,
-    limits_of_positions,
-    looks_for_documents,
-    may_be_packed,
-    reason_not_kept_apart,
-    runs_flash,
-    runs_mixers_on_documents,
-)
+from shardformer.attention import log_once, packed_documents
 from shardformer.context_parallel.zigzag import restarts
 from shardformer.peft import model_inside, prompt_config
 from shardformer.utils.module_paths import cache_name, text_config
@@ -156,11 +140,11 @@ class ForwardOptions:
         if not self.reads_documents:
             return dict(batch)
         if any(batch.get(name) is not None for name in NAMES):
-            return with_positions(batch, first_position(self.inside))
+            return with_positions(batch, packed_documents.first_position(self.inside))
         positions = batch.get("position_ids")
-        if not may_be_packed(batch) or not isinstance(positions, Tensor) or positions.dim() != 2:
+        if not packed_documents.may_be_packed(batch) or not isinstance(positions, Tensor) or positions.dim() != 2:
             return dict(batch)
-        jumps, tokens = jumps_of(positions), tokens_of(batch)
+        jumps, tokens = packed_documents.jumps_of(positions), tokens_of(batch)
         if not jumps.found or not self._takes_mask or tokens is None:
             return dict(batch)
         name = type(self.inside).__name__
@@ -189,14 +173,14 @@ class ForwardOptions:
         length = positions.shape[-1]
         tokens = int(positions.max()) + 1 if positions.numel() else 0
         is_unusual = bool((positions != torch.arange(length, device=positions.device)).any())
-        are_documents = self.reads_documents and may_be_packed(batch) and restarts(positions)
+        are_documents = self.reads_documents and packed_documents.may_be_packed(batch) and restarts(positions)
         facts = torch.tensor([tokens, length, is_unusual, are_documents])  # on the CPU, as they are read at once
         if self.mesh.size("dp") > 1 and torch.is_grad_enabled():
             dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"))
         tokens, length, is_unusual, are_documents = facts.tolist()
         for field, most in self._limits.items():
-            count = tokens if field == ROTARY else length
-            if count > most and (are_documents or (field == ROTARY and is_cut and is_unusual)):
+            count = tokens if field == packed_documents.ROTARY else length
+            if count > most and (are_documents or (field == packed_documents.ROTARY and is_cut and is_unusual)):
                 whole = "row" if are_documents else "batch"
                 raise ConfigurationError(
                     f"position_ids of {count} tokens: above {most}, by {field} of {type(self.inside).__name__}, "
@@ -207,7 +191,7 @@ class ForwardOptions:
     @cached_property
     def _limits(self) -> dict[str, int]:
         config = text_config(getattr(self.inside, "config", None))
-        return limits_of_positions(config) if hasattr(config, "get_text_config") else {}
+        return packed_documents.limits_of_positions(config) if hasattr(config, "get_text_config") else {}
 
     def _fills_cache(self, given: Mapping[str, Any]) -> bool:
         """Return whether the plain model fills a cache in this call, which gradient checkpointing prevents."""
@@ -216,7 +200,11 @@ class ForwardOptions:
 
     def _of_documents(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that keep documents which are packed into a row apart; empty if there are none."""
-        is_asked = self.reads_documents and may_be_packed(given) and not asks_for_cache(given)
+        is_asked = (
+            self.reads_documents
+            and packed_documents.may_be_packed(given)
+            and not packed_documents.asks_for_cache(given)
+        )
         if not is_asked or not restarts(given["position_ids"]):
             return {}
         name = type(self.inside).__name__
@@ -234,10 +222,12 @@ class ForwardOptions:
                 "one and let them see each other; give an attention_mask of ones for that",
             )
         if self._runs_flash and self._takes_more:
-            found |= flash_arguments(given["position_ids"], num_rows(given, self.main_input))
-        if runs_mixers_on_documents(self.inside):
+            found |= packed_documents.flash_arguments(given["position_ids"], num_rows(given, self.main_input))
+        if packed_documents.runs_mixers_on_documents(self.inside):
             log_once(name, "runs its token mixers over each document, where transformers carries it into the next one")
-            found[ARGUMENT] = document_lengths(given["position_ids"], num_rows(given, self.main_input))
+            found[packed_documents.ARGUMENT] = packed_documents.document_lengths(
+                given["position_ids"], num_rows(given, self.main_input)
+            )
         return found
 
     @property
@@ -257,15 +247,15 @@ class ForwardOptions:
 
     @cached_property
     def _reason_of_model(self) -> str:
-        return reason_not_kept_apart(self.inside)
+        return packed_documents.reason_not_kept_apart(self.inside)
 
     @cached_property
     def _looks_for_documents(self) -> bool:
-        return looks_for_documents(self.inside)
+        return packed_documents.looks_for_documents(self.inside)
 
     @cached_property
     def _runs_flash(self) -> bool:
-        return runs_flash(self.inside)
+        return packed_documents.runs_flash(self.inside)
 
     def _asked(self, given: Mapping[str, Any], name: str) -> Any:
         """Return an option from the call or, if the call does not set it, from the model's configuration."""
@@ -422,7 +412,7 @@ def _check_positions(positions: Tensor, starts: list[int], rows: int, length: in
             f"position_ids of shape {tuple(positions.shape)} cannot be compared with the borders of documents in "
             f"{rows} x {length} tokens; give one of them"
         )
-    found = document_starts(positions).expand(rows, -1).flatten().nonzero()[:, 0].tolist()
+    found = packed_documents.document_starts(positions).expand(rows, -1).flatten().nonzero()[:, 0].tolist()
     if found != starts:
         raise ConfigurationError(_contradiction("position_ids", found, "the borders", starts))
 

@@ -20,6 +20,7 @@ from booster.errors import ConfigurationError
 from booster.logging import get_logger
 from booster.plugin import CheckpointIO, SavedCheckpoint
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.checkpoint import global_tensor, tensor_file
 from plugins.hybrid_parallel.checkpoint.atomic_save import (
     MANIFEST,
     BackgroundWriter,
@@ -34,25 +35,9 @@ from plugins.hybrid_parallel.checkpoint.atomic_save import (
 )
 from plugins.hybrid_parallel.checkpoint.checks import refuse_bare_adapters
 from plugins.hybrid_parallel.checkpoint.dcp_storage import read_tensors, write_tensors
-from plugins.hybrid_parallel.checkpoint.global_tensor import (
-    PREFIX,
-    GlobalTensor,
-    buffers_of_earlier_stages,
-    local_tensors,
-    model_tensors,
-    whole_state_dict,
-)
 from plugins.hybrid_parallel.checkpoint.peft import has_adapters, load_adapter_files, save_adapter_files
 from plugins.hybrid_parallel.checkpoint.save import save_model_files
 from plugins.hybrid_parallel.checkpoint.stream import WeightStream
-from plugins.hybrid_parallel.checkpoint.tensor_file import (
-    Manifest,
-    SavedFile,
-    TensorFileReader,
-    for_each,
-    header_checksum,
-    merge_tensors,
-)
 from plugins.hybrid_parallel.checkpoint.training_state import (
     KEPT,
     MEMORY,
@@ -137,7 +122,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         """Return the state dict of the whole model, on all ranks, in host memory."""
         check_boosted({"model": model})
         with model.summon_full_params(writeback=False):
-            return whole_state_dict(model, self.mesh)
+            return global_tensor.whole_state_dict(model, self.mesh)
 
     def weights(
         self,
@@ -170,23 +155,23 @@ class HybridParallelCheckpointIO(CheckpointIO):
         # The device may be waiting for another rank in the stream that training uses.
         stream = torch.cuda.Stream() if self.mesh.device.type == "cuda" else None
         with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-            return [write_tensors(model_tensors(model, self.mesh, ()), path)]
+            return [write_tensors(global_tensor.model_tensors(model, self.mesh, ()), path)]
 
     def joined_parts(self, model: nn.Module, directory: str, parts: list[list[Any]]) -> dict[str, Tensor]:
         """Return the state dict of the whole model, from what `write_part` wrote and returned on all ranks."""
-        saved = merge_tensors([written for written, *_ in parts])
+        saved = tensor_file.merge_tensors([written for written, *_ in parts])
         for tensor in saved.values():  # several stages have the buffers of the root model
             tensor.chunks[:] = {chunk.offsets: chunk for chunk in reversed(tensor.chunks)}.values()
         whole = {name: torch.empty(each.shape, dtype=each.torch_dtype) for name, each in saved.items()}
-        places = {name: GlobalTensor.whole(value) for name, value in whole.items()}
+        places = {name: global_tensor.GlobalTensor.whole(value) for name, value in whole.items()}
         try:
-            read_tensors(places, Path(directory), Manifest(0, {}, saved, {}))
+            read_tensors(places, Path(directory), tensor_file.Manifest(0, {}, saved, {}))
         except OSError as error:
             raise ConfigurationError(
                 f"only rank 0 saves this model, and the parts of the others are in {directory} on their machines "
                 f"({error}); call it on all ranks, or give a folder on a file system that they share"
             ) from error
-        state = {name.removeprefix(PREFIX): value for name, value in whole.items()}
+        state = {name.removeprefix(global_tensor.PREFIX): value for name, value in whole.items()}
         aliases = {other: value for name, value in state.items() for other in model.origin.aliases.get(name, ())}
         return state | aliases
 
@@ -230,7 +215,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         self._background.finish()
         elsewhere: set[str] = set()
         if objects.get("model") is not None:
-            elsewhere = buffers_of_earlier_stages(objects["model"], self.mesh, self.group)
+            elsewhere = global_tensor.buffers_of_earlier_stages(objects["model"], self.mesh, self.group)
 
         def prepare() -> tuple[Path, StateSnapshot]:
             if keep_last is not None and keep_last < 1:
@@ -330,7 +315,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         path = None if found is None else self._newest_on_disk(directory)
         if path is None:
             return found
-        on_disk = self._from_first(lambda: Manifest.read(Path(path) / MANIFEST).state["step"], self.group)
+        on_disk = self._from_first(lambda: tensor_file.Manifest.read(Path(path) / MANIFEST).state["step"], self.group)
         return None if (on_disk or 0) > (found.manifest.state["step"] or 0) else found
 
     def _newest_on_disk(self, folder: str) -> str | None:
@@ -338,9 +323,9 @@ class HybridParallelCheckpointIO(CheckpointIO):
             lambda: next((str(path) for path in checkpoints_in(Path(folder)) if is_whole(path)), None), self.group
         )
 
-    def _verified(self, path: Path) -> Manifest:
+    def _verified(self, path: Path) -> tensor_file.Manifest:
         """Read the manifest of a checkpoint, and verify all files against it; each rank verifies some of the files."""
-        manifest = raise_on_all_ranks(lambda: Manifest.read(path / MANIFEST), self.group)
+        manifest = raise_on_all_ranks(lambda: tensor_file.Manifest.read(path / MANIFEST), self.group)
         if len(set(all_gather_json(manifest.checksum, self.group))) > 1:
             raise ConfigurationError(f"{path} was overwritten, or differs between ranks; load it again")
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -352,7 +337,7 @@ class HybridParallelCheckpointIO(CheckpointIO):
         raise_on_all_ranks(verify, self.group)
         return manifest
 
-    def _latest(self, folder: Path) -> tuple[Path, Manifest]:
+    def _latest(self, folder: Path) -> tuple[Path, tensor_file.Manifest]:
         """Return the newest checkpoint in a folder that passes verification, and its manifest."""
         candidates = self._from_first(lambda: [str(path) for path in checkpoints_in(folder)], self.group)
         for path in map(Path, candidates):
@@ -378,12 +363,12 @@ def _write_part(path: Path, sequence: int, snapshot: StateSnapshot) -> list[Any]
     name = data_file(sequence, dist.get_rank())
     file = partial_directory(path) / name
     written = write_tensors(snapshot.tensors, file)
-    return [[written, snapshot.numbers], name, file.stat().st_size, header_checksum(file)]
+    return [[written, snapshot.numbers], name, file.stat().st_size, tensor_file.header_checksum(file)]
 
 
 def _publish(partial: PendingSave, snapshot: StateSnapshot, parts: list[Any], keep_last: int | None) -> None:
     """Complete the checkpoint from the descriptions of all ranks, and remove old checkpoints."""
-    files = {name: SavedFile(size, checksum) for _, name, size, checksum in parts}
+    files = {name: tensor_file.SavedFile(size, checksum) for _, name, size, checksum in parts}
     partial.publish(manifest_of(snapshot.state, [part for part, *_ in parts], partial.sequence, files))
     partial.close()
     if keep_last is not None:
@@ -431,7 +416,7 @@ def _match_pretrained(
             "load a checkpoint of the same configuration"
         )
     found: Found = []
-    for names, tensor in local_tensors(model, unique=False):
+    for names, tensor in global_tensor.local_tensors(model, unique=False):
         name = next(filter(opened.values.is_read, names), None)
         if name is not None:
             found.append((tensor, partial(opened.values, name), opened.values.source(name)))
@@ -446,7 +431,7 @@ def _match_names(model: HybridParallelModel, directory: Path, _: bool) -> tuple[
     files = weight_files(directory)
     found: Found = []
     missing = []
-    for names, tensor in local_tensors(model, unique=False):
+    for names, tensor in global_tensor.local_tensors(model, unique=False):
         name = next((alias for alias in names if alias in files), None)
         if name is None:
             missing.append(names[0])
@@ -473,8 +458,10 @@ def _copy(found: Found, gathers: ParameterGathers) -> None:
             freed.add(math.prod(spec_of(tensor).full_shape) * tensor.element_size())
     for path, tensors in in_files.items():
         try:
-            with TensorFileReader(path) as file:
-                for_each(partial(_read, file), [each for each in tensors if gathers.holder(each[1]) is None])
+            with tensor_file.TensorFileReader(path) as file:
+                tensor_file.for_each(
+                    partial(_read, file), [each for each in tensors if gathers.holder(each[1]) is None]
+                )
                 for name, tensor in tensors:  # one at a time: each is read whole
                     holder = gathers.holder(tensor)
                     if holder is not None:
@@ -484,7 +471,7 @@ def _copy(found: Found, gathers: ParameterGathers) -> None:
             raise WeightFileError(f"{path} is not a complete safetensors file ({error}); save it again") from None
 
 
-def _read_whole(file: TensorFileReader, name: str, tensor: Tensor) -> Tensor:
+def _read_whole(file: tensor_file.TensorFileReader, name: str, tensor: Tensor) -> Tensor:
     """Return the slices of a local tensor without values."""
     read = torch.empty(tensor.shape, dtype=tensor.dtype)
     read.shard_spec = spec_of(tensor)
@@ -493,7 +480,7 @@ def _read_whole(file: TensorFileReader, name: str, tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()  # grad mode is thread-local
-def _read(file: TensorFileReader, wanted: tuple[str, Tensor]) -> None:
+def _read(file: tensor_file.TensorFileReader, wanted: tuple[str, Tensor]) -> None:
     """Fill a local tensor with its slices of the tensor in the file."""
     (name, tensor), position = wanted, 0
     spec, tensor = spec_of(tensor), tensor.detach()

@@ -29,16 +29,10 @@ from torch.utils.data import BatchSampler
 from booster.errors import ConfigurationError
 from booster.plugin import take_state
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
+from plugins.hybrid_parallel.checkpoint import optimizer_state
 from plugins.hybrid_parallel.checkpoint.checks import check_optimizer_state
 from plugins.hybrid_parallel.checkpoint.dcp_storage import Ints, read_from_ranks, write_tensors
 from plugins.hybrid_parallel.checkpoint.global_tensor import GlobalTensor, clear_padding, model_tensors, tensors_to_fill
-from plugins.hybrid_parallel.checkpoint.optimizer_state import (
-    OptimizerLoad,
-    merge_numbers,
-    optimizer_header,
-    optimizer_numbers,
-    optimizer_tensors,
-)
 from plugins.hybrid_parallel.checkpoint.tensor_file import Manifest, SavedFile, merge_tensors, name_and_offsets
 from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
 from plugins.hybrid_parallel.data.sharded_sampler import DataParallelBatchSampler
@@ -145,7 +139,10 @@ def manifest_of(
 ) -> Manifest:
     """Return a state's manifest; `state`: the same on all ranks; `parts`: of each rank, tensors and numbers."""
     if state["optimizer"] is not None:
-        state = {**state, "optimizer": {**state["optimizer"], **merge_numbers([numbers for _, numbers in parts])}}
+        state = {
+            **state,
+            "optimizer": {**state["optimizer"], **optimizer_state.merge_numbers([numbers for _, numbers in parts])},
+        }
     return Manifest(sequence, files or {}, merge_tensors([tensors for tensors, _ in parts]), state)
 
 
@@ -160,18 +157,18 @@ def take_snapshot(
     if model is not None:
         tensors |= model_tensors(model, mesh, elsewhere)
     if optimizer is not None:
-        tensors |= optimizer_tensors(optimizer)
+        tensors |= optimizer_state.optimizer_tensors(optimizer)
     try:
         state = {
             "layout": {axis: mesh.size(axis) for axis in AXES},
             "step": None if optimizer is None else optimizer.num_steps,
-            "optimizer": None if optimizer is None else optimizer_header(optimizer),
+            "optimizer": None if optimizer is None else optimizer_state.optimizer_header(optimizer),
             **{kind: _state_of(objects.get(kind), kind) for kind in _PLAIN},
             "extra": {name: to_json(value, name) for name, value in extra.items()},
         }
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
-    return StateSnapshot(tensors, {} if optimizer is None else optimizer_numbers(optimizer), state)
+    return StateSnapshot(tensors, {} if optimizer is None else optimizer_state.optimizer_numbers(optimizer), state)
 
 
 def _state_of(given: Any, kind: str) -> Any:
@@ -206,7 +203,7 @@ def restore(
     def prepare() -> list[Any]:
         if optimizer is not None:
             check_optimizer_state(optimizer, manifest.state["optimizer"])
-        loads: list[Any] = [] if optimizer is None else [OptimizerLoad(optimizer, manifest)]
+        loads: list[Any] = [] if optimizer is None else [optimizer_state.OptimizerLoad(optimizer, manifest)]
         known = with_random and (same_layout or saved.get("dp") == mesh.size("dp"))
         return loads + ([RandomLoad(model, manifest.tensors, None if same_layout else mesh)] if known else [])
 

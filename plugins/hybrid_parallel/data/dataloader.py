@@ -25,16 +25,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from booster.data import PackingCollator
 from booster.errors import ConfigurationError
+from plugins.hybrid_parallel.data import sharded_sampler
 from plugins.hybrid_parallel.data.checks import check_same_data, check_shareable, is_shared_out
 from plugins.hybrid_parallel.data.microbatch import without_rows
 from plugins.hybrid_parallel.data.random_stream import LoadingStream, OrderStream, ReplicaCollate
-from plugins.hybrid_parallel.data.sharded_sampler import (
-    STAND_INS,
-    CollateShare,
-    DataParallelBatchSampler,
-    DataParallelIterable,
-    OrderObjects,
-)
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
 from shardformer.utils.typed_json import from_json, to_json
@@ -111,7 +105,9 @@ class ShardedDataLoader(DataLoaderShard):
         self._last = _Place()  # of the iteration that has handed out the last batch
         self._under_way: list[weakref.ref[_Batches]] = []  # in the order of their last batches
         self._loaded: _Place | None = None  # where the next iteration continues
-        self._order_objects = OrderObjects(self.batch_sampler, dataset, self.num_workers, self.persistent_workers)
+        self._order_objects = sharded_sampler.OrderObjects(
+            self.batch_sampler, dataset, self.num_workers, self.persistent_workers
+        )
 
     def __iter__(self) -> Iterator[Any]:
         self._move_to(self.epoch)
@@ -131,13 +127,13 @@ class ShardedDataLoader(DataLoaderShard):
 
     def _draw(self, place: _Place) -> None:
         """Draw what torch draws when a loader is iterated; a sampler draws the rest with its first batch."""
-        if isinstance(self.batch_sampler, DataParallelBatchSampler):
+        if isinstance(self.batch_sampler, sharded_sampler.DataParallelBatchSampler):
             self.batch_sampler.begin()
         if place.base_seed is None:
             with self.order.active():
                 drawn = torch.empty((), dtype=torch.int64).random_(generator=self.draws_from)
             self._base_seed = int(drawn)
-        if isinstance(self.dataset, DataParallelIterable):
+        if isinstance(self.dataset, sharded_sampler.DataParallelIterable):
             self.dataset.base_seed = self._base_seed
 
     def note_batch(self, batches: _Batches, batch: Any = None) -> None:
@@ -289,7 +285,7 @@ class _Batches:
                 raise
             if number >= self._to_skip:  # else handed out by the previous run
                 break
-        batch = without_rows(batch, STAND_INS) if number in self._empty else batch
+        batch = without_rows(batch, sharded_sampler.STAND_INS) if number in self._empty else batch
         batch = send_to_device(batch, self.loader.device, non_blocking=True)
         self.place.position += 1
         self.loader.note_batch(self, batch)
@@ -321,11 +317,15 @@ def shard_dataloader(
         options["pin_memory"] = True  # rows are made here, so that no script names them
     if isinstance(dataloader.dataset, IterableDataset):
         sizes = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
-        dataset = DataParallelIterable(dataloader.dataset, **sizes, rank=rank, world_size=world_size, stream=order)
-        return ShardedDataLoader(dataset, share, **{**options, **sizes, "collate_fn": CollateShare(collate)})
+        dataset = sharded_sampler.DataParallelIterable(
+            dataloader.dataset, **sizes, rank=rank, world_size=world_size, stream=order
+        )
+        return ShardedDataLoader(
+            dataset, share, **{**options, **sizes, "collate_fn": sharded_sampler.CollateShare(collate)}
+        )
     if is_shared_out(dataloader):
         place = 0, 1
-    sampler = DataParallelBatchSampler(dataloader.batch_sampler, *place, order)
+    sampler = sharded_sampler.DataParallelBatchSampler(dataloader.batch_sampler, *place, order)
     return ShardedDataLoader(dataloader.dataset, share, batch_sampler=sampler, **options)
 
 

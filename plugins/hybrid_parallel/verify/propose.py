@@ -23,35 +23,26 @@ from plugins.hybrid_parallel.distributed.mesh import build_mesh, control_group
 from plugins.hybrid_parallel.planner.op_recorder import FlopCounter
 from plugins.hybrid_parallel.setup.model import shard_model
 from plugins.hybrid_parallel.shard_report import fake_rank
+from plugins.hybrid_parallel.verify import train
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, Verdict, compare, to_text
 from plugins.hybrid_parallel.verify.module_outputs import Output
 from plugins.hybrid_parallel.verify.random_batch import cast, rows_of
 from plugins.hybrid_parallel.verify.tiny_model import without_dropout
-from plugins.hybrid_parallel.verify.train import (
-    Criterion,
-    RecordedStep,
-    Subject,
-    Trace,
-    VerifyCase,
-    inputs_of,
-    train_on_rank,
-    train_reference,
-)
 from shardformer.distributed.process_groups import all_gather_json, world_group
 from shardformer.distributed.random import random_numbers_apart
 from shardformer.policies.plans.propose import Alternatives, ProposedPlan, candidates
 from shardformer.shard_spec import Part, ShardSpec, divided_share
 
 _SEED = 1
-_CLASSES = {each.__name__: each for each in (Trace, RecordedStep, Output, ShardSpec, Part)}
+_CLASSES = {each.__name__: each for each in (train.Trace, train.RecordedStep, Output, ShardSpec, Part)}
 
 
-def trace_to_json(trace: Trace) -> str:
+def trace_to_json(trace: train.Trace) -> str:
     """Write what a rank has recorded as JSON."""
     return json.dumps(trace, default=_as_object)
 
 
-def trace_from_json(text: str) -> Trace:
+def trace_from_json(text: str) -> train.Trace:
     """Read a trace; the inverse of `trace_to_json`."""
     return json.loads(text, object_hook=_from_object)
 
@@ -136,13 +127,13 @@ def verify_own_model(
     if not in_a_job:
         world_size *= parallel.dp_size or parallel.ep_size
         options["dp_size"] = parallel.dp_size or parallel.ep_size
-    trial = VerifyCase(subject, rows, steps, options, criterion)
-    plain = train_reference(trial)
+    trial = train.VerifyCase(subject, rows, steps, options, criterion)
+    plain = train.train_reference(trial)
     if in_a_job:
-        found = all_gather_json(trace_to_json(train_on_rank(trial)), control_group())
+        found = all_gather_json(trace_to_json(train.train_on_rank(trial)), control_group())
         ranks = [trace_from_json(each) for each in found]
     else:
-        ranks = run_on_local_ranks(train_on_rank, world_size, trial, timeout_s=timeout_s)
+        ranks = run_on_local_ranks(train.train_on_rank, world_size, trial, timeout_s=timeout_s)
     sizes = " x ".join(
         f"{axis} {size}" for axis in ("tp", "pp", "cp") if (size := getattr(parallel, f"{axis}_size")) > 1
     )
@@ -160,10 +151,10 @@ Run = Callable[..., list[Any]]
 
 
 def propose_verified(
-    subject: Subject,
+    subject: train.Subject,
     rows: int,
     *,
-    criterion: Criterion | None = None,
+    criterion: train.Criterion | None = None,
     tolerance: Tolerance = TOLERANCES["fp64"],
     timeout_s: float = 300.0,
     run: Run = run_on_local_ranks,
@@ -181,14 +172,14 @@ def propose_verified(
     model = subject.build()
     batch = subject.batch(model, 0, rows)
     try:
-        parts = candidates(model, batch if criterion is None else inputs_of(criterion, model, batch))
+        parts = candidates(model, batch if criterion is None else train.inputs_of(criterion, model, batch))
     except Exception as error:  # forwards raise arbitrary exception types
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
         raise ConfigurationError(
             f"{subject.name} does not run with derivatives ({reason}); describe its sharding with a TPInfo"
         ) from None
-    case = VerifyCase(subject, rows, 1, {}, criterion)
-    train_reference(case)
+    case = train.VerifyCase(subject, rows, 1, {}, criterion)
+    train.train_reference(case)
     plans = run(search_on_rank, RANKS, case, parts, tolerance, timeout_s=timeout_s)
     return plans[0]
 
@@ -198,7 +189,7 @@ def propose_own_model(
     model_fn: Callable[[], nn.Module],
     batch: Mapping[str, Any],
     *,
-    criterion: Criterion | None = None,
+    criterion: train.Criterion | None = None,
     timeout_s: float = 300.0,
 ) -> ProposedPlan:
     """Derive a verified plan for a user's own module, on two ranks of this machine.
@@ -215,9 +206,9 @@ def propose_own_model(
     return propose_verified(subject, rows_of(batch), criterion=criterion, timeout_s=timeout_s)
 
 
-def search_on_rank(case: VerifyCase, parts: list[Alternatives], tolerance: Tolerance) -> ProposedPlan:
+def search_on_rank(case: train.VerifyCase, parts: list[Alternatives], tolerance: Tolerance) -> ProposedPlan:
     """Drop parts that fail on this rank, as on all; add the others one by one if together they differ."""
-    plain = train_reference(case)
+    plain = train.train_reference(case)
 
     def trains(plan: ProposedPlan) -> bool:
         return _trains(case, plan, plain, tolerance)
@@ -235,11 +226,11 @@ def search_on_rank(case: VerifyCase, parts: list[Alternatives], tolerance: Toler
     return whole
 
 
-def _trains(case: VerifyCase, plan: ProposedPlan, plain: Trace, tolerance: Tolerance) -> bool:
+def _trains(case: train.VerifyCase, plan: ProposedPlan, plain: train.Trace, tolerance: Tolerance) -> bool:
     """Return whether the plan trains exactly, on every rank."""
     options = {"tp_size": RANKS, "dp_size": 1, "custom_policy": plan.policy()}
     try:
-        trace = train_on_rank(replace(case, options=options))
+        trace = train.train_on_rank(replace(case, options=options))
         is_equal = compare(plain, [trace], tolerance).first is None
     except Exception:  # a plan that does not fit makes arbitrary operators fail
         is_equal = False

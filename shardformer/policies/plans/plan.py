@@ -28,14 +28,7 @@ from shardformer.loss.heads import LOSSES, USUAL_HEAD_LOSSES, HeadLosses, head_l
 from shardformer.matmul.native import is_linear
 from shardformer.policies.base import Origin, Policy
 from shardformer.policies.feature_counts import HEAD_NORM
-from shardformer.policies.plans.stages import (
-    ENCODED_INPUTS,
-    ExecutionOrder,
-    chain_layout,
-    layer_paths,
-    stage_layout,
-    tower_layout,
-)
+from shardformer.policies.plans import stages
 from shardformer.policies.plans.styles import fused_parts
 from shardformer.stages import stage
 from shardformer.stages.placeholders import States
@@ -100,7 +93,7 @@ class Plan:
     needs: Mapping[str, Any] = field(default_factory=dict)
     sublayer_lists: tuple[str, ...] = ()
     layer_outputs: int | None = None
-    execution: Mapping[str, ExecutionOrder] = field(default_factory=dict)
+    execution: Mapping[str, stages.ExecutionOrder] = field(default_factory=dict)
     pipelined: bool | Callable[[nn.Module], bool] = True
     cut_vocabulary: bool | Callable[[nn.Module], bool] = True
     whole_logits: bool = False
@@ -162,13 +155,13 @@ class Plan:
         towers = [next((name for name in lists if ends_in(name, end)), None) for end in ends]
         chain = self._chain(lists)
         if towers and None not in towers:
-            return self._corrected(tower_layout(model, *towers, lambda path: lookup(path, self.first)), model)
+            return self._corrected(stages.tower_layout(model, *towers, lambda path: lookup(path, self.first)), model)
         if len(chain) > 1:
-            layout = chain_layout(model, chain)
+            layout = stages.chain_layout(model, chain)
         else:
             named = next(iter(chain), None)
-            path = named or layer_paths(model, self.styles_of(model))
-            layout = stage_layout(model, path, runs_once=callable(self.pipelined))  # which has looked
+            path = named or stages.layer_paths(model, self.styles_of(model))
+            layout = stages.stage_layout(model, path, runs_once=callable(self.pipelined))  # which has looked
         if layout is None:
             return None
         return self._corrected(layout, model, self.changes_shapes)
@@ -213,7 +206,7 @@ class Plan:
             layout,
             first=first,
             last=(*last, *moved, *with_head),
-            first_inputs=ENCODED_INPUTS if skips_encoders and not changes_shapes else (),
+            first_inputs=stages.ENCODED_INPUTS if skips_encoders and not changes_shapes else (),
         )
         layer = model.get_submodule(layout.layers)[0]
         return replace(
@@ -277,7 +270,7 @@ def row_of(file: str, family: str | None) -> dict[str, Any]:
 def _value(name: str, value: Any) -> Any:
     """Return the value that a field of a row stands for: tuples for lists, and what names stand for."""
     if name == "stages":
-        return {each: ExecutionOrder.from_dict(order) for each, order in value.items()}
+        return {each: stages.ExecutionOrder.from_dict(order) for each, order in value.items()}
     if name == "losses":
         return {each: head_loss_of_kind(each, kind) if kind in LOSSES else _named(kind) for each, kind in value.items()}
     if name == "first":

@@ -20,6 +20,7 @@ from shardformer.layers.experts import expert_modules
 from shardformer.policies.base import ModulePolicyDescription, Origin, PlanEntry, Policy
 from shardformer.policies.feature_counts import HEAD_COUNTS, attends, functions_of_all_features, is_attention
 from shardformer.policies.mixers import RULES
+from shardformer.policies.plans import sequence
 from shardformer.policies.plans.plan import (
     COLUMNS,
     ROWS,
@@ -29,12 +30,6 @@ from shardformer.policies.plans.plan import (
     family_of,
     norms_all_heads,
     proposed_plan,
-)
-from shardformer.policies.plans.sequence import (
-    add_sequence_regions,
-    divisible_lists,
-    own_parameters_per_token,
-    per_token,
 )
 from shardformer.policies.plans.stages import layer_paths, stage_layout
 from shardformer.policies.plans.styles import STYLES, lowered
@@ -226,7 +221,7 @@ class PlanPolicy(Policy):
         uses_ulysses = cuts_sequence and self.shard_config.uses_ulysses
         table = self._whole_layers() if uses_ulysses else self._cut_layers()
         if cuts_sequence and not uses_ulysses:
-            add_sequence_regions(table, self.model, self.stages, self.shard_config)
+            sequence.add_sequence_regions(table, self.model, self.stages, self.shard_config)
         for style, module in self._vocabulary():
             path, _, name = path_of(self.model, module).rpartition(".")
             changes = table.setdefault(path, ModulePolicyDescription()).sub_module_replacement
@@ -249,7 +244,7 @@ class PlanPolicy(Policy):
         is_known = bool(self._only_layers())
         if not self.shard_config.computes_in_blocks:
             is_known |= self.was_seen("split_gather") or (self.declared is not None and self.declared.splits_sequence)
-        return is_known and bool(divisible_lists(self._cut_layers(), self.model, self.stages))
+        return is_known and bool(sequence.divisible_lists(self._cut_layers(), self.model, self.stages))
 
     def tokens_mix_only_in_attention(self) -> bool:
         """Return whether attention alone mixes tokens, judged by the modules of the layers."""
@@ -288,11 +283,11 @@ class PlanPolicy(Policy):
         """Return the table for full layers that process a part of the tokens, so that gradients are summed."""
         return {
             f"{layout.layers}.{index}": ModulePolicyDescription(
-                param_replacement=own_parameters_per_token(layer, self.shard_config),
+                param_replacement=sequence.own_parameters_per_token(layer, self.shard_config),
                 sub_module_replacement=[
                     change
                     for name, child in layer.named_children()
-                    for change in per_token(name, child, self.shard_config)
+                    for change in sequence.per_token(name, child, self.shard_config)
                 ],
             )
             for layout in self.stages.chain

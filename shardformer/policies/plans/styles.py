@@ -7,17 +7,11 @@ from functools import partial
 
 from torch import nn
 
+from shardformer import layers
 from shardformer.distributed.blocks import rank_of_draws
 from shardformer.distributed.random import draw_per_rank
-from shardformer.layers import (
-    ColumnParallelLinear,
-    GatheredLMHead,
-    ParallelDropout,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    VocabParallelLMHead,
-)
 from shardformer.layers.linear import in_features, out_features
+from shardformer.policies import module_edits
 from shardformer.policies.base import (
     ModulePolicyDescription,
     PartChange,
@@ -26,20 +20,6 @@ from shardformer.policies.base import (
     SubModuleReplacementDescription,
 )
 from shardformer.policies.mixers import MIXER, rule_of
-from shardformer.policies.module_edits import (
-    cast_by_use,
-    divide_bias_of_partial_sums,
-    drop_behind_activation,
-    reduce_shared_experts,
-    run_on_gathered_features,
-    scale_input,
-    shard_own_parameter,
-    share_expert_inputs,
-    share_input_of_normed_experts,
-    sum_gradient_of_parameter,
-    sum_gradient_of_rotary_part,
-    use_local_biases,
-)
 from shardformer.shard_spec import Part
 from shardformer.utils.module_paths import join, path_of, starred
 
@@ -80,19 +60,25 @@ def _column(
     if not isinstance(module, nn.Module):
         # Some plans of transformers do not account for gate and up being two parts.
         num_parts = 2 if name == "gate_up_proj" else 1
-        return partial(shard_own_parameter, name=name, from_end=2, num_parts=num_parts, group=policy.shard_config.group)
+        return partial(
+            module_edits.shard_own_parameter,
+            name=name,
+            from_end=2,
+            num_parts=num_parts,
+            group=policy.shard_config.group,
+        )
     options = {"part_size": out_features(module) // stride} if stride > 1 else {}
     if gather:
         options |= {"gather_output": True, "num_heads": num_heads}
-        return SubModuleReplacementDescription(name, ColumnParallelLinear, options, reads=name)
+        return SubModuleReplacementDescription(name, layers.ColumnParallelLinear, options, reads=name)
     options["num_heads"] = num_heads or policy.heads_of(owner, name, out_features(module))
     reads = f"input of {in_features(module)} features"
-    return SubModuleReplacementDescription(name, ColumnParallelLinear, options, reads=reads)
+    return SubModuleReplacementDescription(name, layers.ColumnParallelLinear, options, reads=reads)
 
 
 def _gathered(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     """Let a linear layer that mixes sharded features, [..., features], such as heads, see all of them on each rank."""
-    return lambda module: run_on_gathered_features(getattr(module, name), policy.shard_config.group)
+    return lambda module: module_edits.run_on_gathered_features(getattr(module, name), policy.shard_config.group)
 
 
 def fused_parts(policy: Policy, owner: nn.Module, name: str) -> tuple[Part, ...]:
@@ -108,13 +94,17 @@ def fused_parts(policy: Policy, owner: nn.Module, name: str) -> tuple[Part, ...]
 
 def _fused_column(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     """Shard a fused projection of query, key and value, in this order."""
-    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"parts": fused_parts(policy, owner, name)})
+    return SubModuleReplacementDescription(
+        name, layers.ColumnParallelLinear, {"parts": fused_parts(policy, owner, name)}
+    )
 
 
 def _first_dim(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     """Shard a parameter along its first dim, such as one entry per head."""
     dims = getattr(owner, name).dim()
-    return partial(shard_own_parameter, name=name, from_end=dims, num_parts=1, group=policy.shard_config.group)
+    return partial(
+        module_edits.shard_own_parameter, name=name, from_end=dims, num_parts=1, group=policy.shard_config.group
+    )
 
 
 def _row(
@@ -122,10 +112,12 @@ def _row(
 ) -> PartChange:
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
-        return partial(shard_own_parameter, name=name, from_end=1, num_parts=1, group=policy.shard_config.group)
+        return partial(
+            module_edits.shard_own_parameter, name=name, from_end=1, num_parts=1, group=policy.shard_config.group
+        )
     heads = num_heads if num_heads or splits_input else policy.heads_of(owner, name, in_features(module))
     options = {"num_heads": heads, "splits_input": splits_input}
-    return SubModuleReplacementDescription(name, RowParallelLinear, options)
+    return SubModuleReplacementDescription(name, layers.RowParallelLinear, options)
 
 
 def _row_of_values(policy: Policy, owner: nn.Module, name: str) -> PartChange:
@@ -137,32 +129,34 @@ def _packed(policy: Policy, owner: nn.Module, name: str, from_end: int) -> PartC
     module = getattr(owner, name)
     if not isinstance(module, nn.Module):
         group = policy.shard_config.group
-        return partial(shard_own_parameter, name=name, from_end=from_end, num_parts=2, group=group)
-    return SubModuleReplacementDescription(name, ColumnParallelLinear, {"part_size": out_features(module) // 2})
+        return partial(module_edits.shard_own_parameter, name=name, from_end=from_end, num_parts=2, group=group)
+    return SubModuleReplacementDescription(name, layers.ColumnParallelLinear, {"part_size": out_features(module) // 2})
 
 
 def _embedding(policy: Policy, owner: nn.Module, name: str) -> PartChange:
-    return SubModuleReplacementDescription(name, VocabParallelEmbedding, policy.shard_config.vocab_options)
+    return SubModuleReplacementDescription(name, layers.VocabParallelEmbedding, policy.shard_config.vocab_options)
 
 
 def _head(policy: Policy, owner: nn.Module, name: str, gather: bool = False) -> PartChange:
     """Shard a language-model head over the vocabulary."""
     options = policy.shard_config.vocab_options | ({"gather_output": True} if gather else {})
-    return SubModuleReplacementDescription(name, GatheredLMHead if gather else VocabParallelLMHead, options)
+    return SubModuleReplacementDescription(
+        name, layers.GatheredLMHead if gather else layers.VocabParallelLMHead, options
+    )
 
 
 def _partial_gradient(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     if not isinstance(getattr(owner, name), nn.Module):
-        return partial(sum_gradient_of_parameter, name=name, group=policy.shard_config.group)
+        return partial(module_edits.sum_gradient_of_parameter, name=name, group=policy.shard_config.group)
     return SubModuleReplacementDescription(name, None, partial_gradient=True)
 
 
 def _bias_of_partial_sums(policy: Policy, owner: nn.Module, name: str) -> PartChange:
-    return partial(divide_bias_of_partial_sums, name=name, group=policy.shard_config.group)
+    return partial(module_edits.divide_bias_of_partial_sums, name=name, group=policy.shard_config.group)
 
 
 def _dropout(policy: Policy, owner: nn.Module, name: str) -> PartChange:
-    return SubModuleReplacementDescription(name, ParallelDropout if policy.tp_size > 1 else None, {})
+    return SubModuleReplacementDescription(name, layers.ParallelDropout if policy.tp_size > 1 else None, {})
 
 
 def _hooked(hook: Callable[..., None]) -> Style:
@@ -189,7 +183,7 @@ def _activation_dropout(policy: Policy, owner: nn.Module, name: str) -> PartChan
     def change(module: nn.Module) -> None:
         layer = getattr(module, name)
         if hasattr(layer, "activation_fn"):  # a layer of this stage, not a placeholder
-            drop_behind_activation(layer, rank_of_draws(policy.shard_config.group))
+            module_edits.drop_behind_activation(layer, rank_of_draws(policy.shard_config.group))
 
     return change
 
@@ -199,7 +193,7 @@ def _local_biases(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     heads, group = policy.model.config.num_attention_heads, policy.shard_config.group
 
     def change(module: nn.Module) -> None:
-        use_local_biases(getattr(module, name), heads, group)
+        module_edits.use_local_biases(getattr(module, name), heads, group)
         setattr(module, name, draw_per_rank(getattr(module, name), rank_of_draws(group)))
 
     return change
@@ -208,11 +202,13 @@ def _local_biases(policy: Policy, owner: nn.Module, name: str) -> PartChange:
 def _latent_key_value(policy: Policy, owner: nn.Module, name: str) -> PartChange:
     config = getattr(owner, "config", None) or policy.model.config.get_text_config()
     size = getattr(owner, "qk_rope_head_dim", None) or config.qk_rope_head_dim
-    return lambda module: sum_gradient_of_rotary_part(getattr(module, name), size, policy.shard_config.group)
+    return lambda module: module_edits.sum_gradient_of_rotary_part(
+        getattr(module, name), size, policy.shard_config.group
+    )
 
 
 def _cast_by_use(policy: Policy, owner: nn.Module, name: str) -> PartChange:
-    return lambda module: cast_by_use(module, name)
+    return lambda module: module_edits.cast_by_use(module, name)
 
 
 def _by_rule(policy: Policy, owner: nn.Module, name: str) -> PartChange | None:
@@ -254,10 +250,10 @@ STYLES: dict[str, Style] = {
     "dropout": _dropout,
     "replicated_with_grad_allreduce": _partial_gradient,
     "mla_kv_a_proj": _latent_key_value,
-    "moe_tp_experts": _hooked(share_expert_inputs),
-    "moe_tp_normed_experts": _hooked(share_input_of_normed_experts),
-    "moe_identity_expert": _hooked(scale_input),
-    "all_reduce": _hooked(reduce_shared_experts),
+    "moe_tp_experts": _hooked(module_edits.share_expert_inputs),
+    "moe_tp_normed_experts": _hooked(module_edits.share_input_of_normed_experts),
+    "moe_identity_expert": _hooked(module_edits.scale_input),
+    "all_reduce": _hooked(module_edits.reduce_shared_experts),
     "activation_dropout": _activation_dropout,
     "draws_per_rank": _draws_per_rank,
     "local_biases": _local_biases,
