@@ -1,8 +1,14 @@
-"""ShardFormer and the one-call ShardModel; ModelSharder, which applies a policy once all of it can be applied."""
+"""ShardFormer and the one-call ShardModel; ModelSharder, which applies a policy; `resolve`, which tells how it cuts.
+
+Which policy comes first: a policy, a TPInfo, slots or a derived plan that the user gives; `sharding_dim`; and what
+`registry` finds for the model's class. All of them end in one table that `ModelSharder` applies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,10 +25,18 @@ from shardformer.layers import FusedLayerNorm, FusedRMSNorm, SharedInput
 from shardformer.layers.experts import run_whole_experts, shard_experts
 from shardformer.layers.parallel_module import ParallelModule, sum_partial_gradients
 from shardformer.peft import adapters_detached, keep_whole, model_inside, prompts_followed, prompts_on_stages
-from shardformer.policies.base import ModulePolicyDescription, Policy, SubModuleReplacementDescription, description_of
-from shardformer.policies.registry import keep_head_losses
-from shardformer.policies.resolve import policy_of
-from shardformer.policies.user_policy import SlotPolicyAdapter
+from shardformer.policies.backbone import BackbonePolicy
+from shardformer.policies.base import (
+    ModulePolicyDescription,
+    Origin,
+    PlanEntry,
+    Policy,
+    SubModuleReplacementDescription,
+    description_of,
+)
+from shardformer.policies.plans.propose import ProposedPolicy
+from shardformer.policies.registry import keep_head_losses, policy_for
+from shardformer.policies.user_policy import SlotPolicyAdapter, TPInfoPolicy, UniformPolicy
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import annotate
 from shardformer.stages.stage import StagePartitioner, StagePlaceholder
@@ -376,3 +390,38 @@ def as_policy(policy: type | Policy | None) -> Policy | None:
     if isinstance(policy, type) and issubclass(policy, Policy):
         return policy()
     raise TypeError(f"{policy!r} is not a policy; use a Policy, or a class with argument_policy")
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """How a model is cut under some options."""
+
+    origin: Origin
+    # part of the model -> its style, and who says so. A part is a path with `*` for numbers, or one below the class of
+    # its module; parts that no entry names are whole on every rank.
+    entries: Mapping[str, PlanEntry]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.entries), default=0)
+        return "\n".join(f"{path:{width}}  {it.style}: {it.origin.value}" for path, it in self.entries.items())
+
+
+def resolve(model: nn.Module, shard_config: ShardConfig | None = None, policy: Policy | None = None) -> ResolvedPlan:
+    """Return how an unchanged model is cut; `policy`: the user's; None: by class; ValueError if unknown."""
+    config = shard_config or ShardConfig()
+    found = policy_of(model, config, policy)
+    found.set_model(model)
+    found.set_shard_config(config)
+    return ResolvedPlan(found.origin, found.entries())
+
+
+def policy_of(model: nn.Module, config: ShardConfig, given: Policy | None) -> Policy:
+    """Return the user's policy, in part if it leaves backbones to theirs, or the family's; ValueError if unknown."""
+    is_ordered = isinstance(given, ProposedPolicy) and given.declared.execution
+    if isinstance(given, TPInfoPolicy | SlotPolicyAdapter | ProposedPolicy) and not is_ordered:
+        with suppress(ValueError):
+            found = policy_for(model)
+            return BackbonePolicy(policy_for, given) if isinstance(found, BackbonePolicy) else given
+    if given is not None:
+        return given
+    return policy_for(model) if config.sharding_dim is None else UniformPolicy(config.sharding_dim)

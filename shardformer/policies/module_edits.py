@@ -104,14 +104,6 @@ def shard_channels(owner: nn.Module, *, name: str, parts: tuple[Part, ...], grou
     conv.groups = conv.in_channels = conv.out_channels = conv.weight.shape[0]
 
 
-def cast_routers_by_use(model: nn.Module) -> None:
-    """Let routers with a dtype of their own, which cast their classifier in every forward, leave it as it is."""
-    for router in list(model.modules()):
-        is_own = isinstance(vars(router).get("dtype"), torch.dtype)
-        if is_own and type(router._modules.get("classifier")) is nn.Linear:
-            cast_by_use(router, "classifier")
-
-
 def cast_by_use(owner: nn.Module, name: str) -> None:
     """Let `to(dtype)` of the linear layer change nothing, and the layer compute in the dtype of its input.
 

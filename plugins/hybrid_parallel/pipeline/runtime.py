@@ -16,7 +16,7 @@ from booster.errors import ConfigurationError
 from booster.profiling import PIPELINE_MARK
 from plugins.hybrid_parallel.data.microbatch import signature
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
-from plugins.hybrid_parallel.pipeline.p2p import Channel, PendingReceive, Specs, TensorSpec, connect, specs_of
+from plugins.hybrid_parallel.pipeline.p2p import Channel, Links, PendingReceive, Specs, TensorSpec, connect, specs_of
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule
 from plugins.hybrid_parallel.pipeline.timeline import Turn, order_messages, split_at_backward
 from shardformer.layers.parallel_module import defer_weight_grads
@@ -60,7 +60,8 @@ class PipelineRuntime:
         self.weight_grad_store = WeightGradStore() if schedule.splits_backward else None
         if self.weight_grad_store is not None:
             defer_weight_grads(module, self.weight_grad_store)
-        self.links = connect(mesh, schedule, num_chunks)
+        is_cut = mesh.size("pp") * num_chunks > 1
+        self.links = connect(mesh, schedule, num_chunks) if is_cut else {0: Links()}
         channels = [each for links in self.links.values() for each in (links.activations_out, links.gradients_out)]
         self._outgoing = [channel for channel in channels if channel is not None]
         self._turns: dict[tuple[int, bool], list[Turn]] = {}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from booster.logging import get_logger
@@ -26,7 +27,7 @@ from shardformer.distributed.random import SharedStream
 from shardformer.layers.parallel_module import defer_partial_sums
 from shardformer.loss.terms import count_own_targets
 from shardformer.peft import model_inside
-from shardformer.policies.module_edits import cast_routers_by_use
+from shardformer.policies.module_edits import cast_by_use
 from shardformer.policies.user_policy import TPInfoPolicy
 from shardformer.shardformer import adapt_whole, as_policy
 from shardformer.utils.untraced import is_compiler_loaded, prepare_tracing
@@ -71,7 +72,7 @@ def build_model(
     for feature in features:
         feature.prepare(model)
     count_own_targets(model_inside(model))
-    cast_routers_by_use(model)
+    _cast_routers_by_use(model)
     shared = shard_model(model, config, mesh)
     held = fill(model, reader, config, mesh, trains)
     model.to(mesh.device)
@@ -186,3 +187,11 @@ def _stream(mesh: HybridMesh, seed: int) -> SharedStream | None:
         return None
     position = (coordinates[0] * sizes[1] + coordinates[1]) * sizes[2] + coordinates[2]
     return SharedStream(seed + 1_000_003 * (position + 1))
+
+
+def _cast_routers_by_use(model: nn.Module) -> None:
+    """Let routers with a dtype of their own, which cast their classifier in every forward, leave it as it is."""
+    for router in list(model.modules()):
+        is_own = isinstance(vars(router).get("dtype"), torch.dtype)
+        if is_own and type(router._modules.get("classifier")) is nn.Linear:
+            cast_by_use(router, "classifier")

@@ -26,9 +26,9 @@ from shardformer.policies.mixers import MIXER
 from shardformer.policies.plans.plan import Plan, families_in, row_of
 from shardformer.policies.plans.policy import PlanPolicy
 from shardformer.policies.registry import family_files, family_policies
-from shardformer.policies.resolve import resolve
 from shardformer.policies.user_policy import SlotPolicyAdapter, TPInfoPolicy
 from shardformer.shard_config import ShardConfig
+from shardformer.shardformer import resolve
 
 _SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
 
@@ -88,7 +88,7 @@ def test_what_users_write_is_resolved_in_the_same_way() -> None:
 _LOADED = """
 import sys
 import torch, transformers
-from shardformer.policies.resolve import resolve
+from shardformer.shardformer import resolve
 sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=32, vocab_size=8)
 folder = "shardformer.policies.families."
 for name in ("Gemma2", "Llama", "Roberta", "RemBert"):
