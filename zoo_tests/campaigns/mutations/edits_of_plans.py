@@ -147,7 +147,7 @@ EDITS_OF_PLANS: dict[str, Edit] = {
     ),
     "gradients of shared kernels are partial": Edit(
         "shardformer.policies.mixers",
-        "        sum_gradient_of_parameter(conv, name=name, group=group)\n",
+        "        module_edits.sum_gradient_of_parameter(conv, name=name, group=group)\n",
         "        pass\n",
         (f"{_STATE_SPACES}[one group]",),
     ),
