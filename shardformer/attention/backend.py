@@ -16,8 +16,9 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.attention.packed_documents import FlashWithSinks, window_of
 from shardformer.matmul.kernel import autocast
 from shardformer.utils.untraced import constant_in_graphs
 
@@ -49,6 +51,7 @@ class AttentionNeeds:
     supports_sdpa: bool
     # the flash kernels that the class is restricted to (attention sinks); None for any
     flash_kernels: tuple[str, ...] | None = None
+    has_sinks: bool = False  # whether attentions have sinks, which SDPA would ignore
     takes_arguments: bool = True  # whether the model hands arguments that it does not know on to its attention
     soft_caps: bool = False  # whether scores are soft-capped (Gemma 2), which SDPA silently ignores
     dropout: float = 0.0  # probability that training drops an attention weight; 0.0 for none
@@ -83,6 +86,7 @@ class AttentionBackend:
     is_automatic: bool = False  # whether `enable_flash_attention=True` may choose it
     # whether it does what SDPA does: no caps of scores, and only models that have an SDPA path
     is_like_sdpa: bool = False
+    takes_sinks: bool = False  # whether it adds sinks all the same
 
     @property
     def is_optional(self) -> bool:
@@ -237,10 +241,19 @@ VARLEN = "flash_varlen"  # models ask by the name whether a kernel is told of do
 
 
 class MaskIfRead:
-    """A mask for SDPA, [batch, 1, seq, seq], that is made by the first layer that reads it."""
+    """A mask for SDPA, [batch, 1, seq, seq], that is made by the first layer that reads it.
 
-    def __init__(self, make: Callable[[], Tensor | None]) -> None:
-        self._make = make
+    By `function`, and `padding`: [batch, seq], true for tokens, or None for none.
+    """
+
+    def __init__(self, make: Callable[[], Tensor | None], function: Any = None, padding: Tensor | None = None) -> None:
+        self._make, self._function, self._padding = make, function, padding
+
+    @cached_property
+    def window(self) -> int | None:
+        """How many keys a query sees, up to itself, if the mask says nothing else; the first layer waits for that."""
+        window = None if self._function is None else window_of(self._function)
+        return window if window is None or self._padding is None or bool(self._padding.all()) else None
 
     @cached_property
     def mask(self) -> Tensor | None:
@@ -258,8 +271,10 @@ def varlen_masks(*args: Any, **given: Any) -> Any:
 
     make = partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], *args, **given)
     is_plain = given.get("mask_function") in (None, causal_mask_function, bidirectional_mask_function)
-    is_whole = given.get("attention_mask") is None and given.get("q_length") == given.get("kv_length")
-    return make() if args or is_plain or not is_whole else MaskIfRead(make)
+    padding, is_whole = given.get("attention_mask"), given.get("q_length") == given.get("kv_length")
+    if args or is_plain or not is_whole or (padding is not None and window_of(given["mask_function"]) is None):
+        return make()
+    return MaskIfRead(make, given["mask_function"], padding)
 
 
 def varlen_attention(
@@ -275,11 +290,13 @@ def varlen_attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend within the documents of rows; query, key, value: [batch, heads, seq, head_dim].
 
     Args:
+        s_aux: sinks [heads], scores whose values are zero; rows are then documents unless places alone hide no token.
         cu_seq_lens_q, cu_seq_lens_k: where documents start in all rows, one behind the other; None for no documents.
         max_length_q, max_length_k: tokens of the longest.
 
@@ -289,7 +306,13 @@ def varlen_attention(
     Raises:
         TypeError: there are documents, and the kernel cannot run.
     """
-    if cu_seq_lens_q is None:
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    borders = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if s_aux is not None and cu_seq_lens_q is None:
+        borders, sliding_window = _borders_of_rows(query, key, attention_mask, sliding_window)
+        if borders[0] is None:
+            return _eager(module, query, key, value, attention_mask, causal, scaling=scaling, s_aux=s_aux, **kwargs)
+    if borders[0] is None:
         mask = attention_mask.mask if isinstance(attention_mask, MaskIfRead) else attention_mask
         return sdpa_without_slow_kernels(
             module, query, key, value, mask, scaling=scaling, is_causal=is_causal, **kwargs
@@ -306,13 +329,38 @@ def varlen_attention(
     if not _takes_groups():
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     tokens = (x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (query, key, value))  # [all tokens, heads, head_dim]
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     before = -1 if sliding_window is None else sliding_window - 1
     window = (before, 0 if causal else before)
-    borders = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if s_aux is not None:
+        found = FlashWithSinks.apply(*tokens, s_aux, borders, scaling, window)
+        return found.unflatten(0, (len(query), -1)).narrow(-1, 0, size), None
     options = {"scale": scaling, "window_size": window, **({"enable_gqa": True} if _takes_groups() else {})}
     found = torch.nn.attention.varlen.varlen_attn(*tokens, *borders, **options)
     return found.unflatten(0, (len(query), -1)).narrow(-1, 0, size), None
+
+
+def _borders_of_rows(query: Tensor, key: Tensor, mask: Any, sliding_window: int | None) -> tuple[tuple, int | None]:
+    """Return whole rows as documents, and the window of their mask; None for borders where a mask says more."""
+    window = mask.window if isinstance(mask, MaskIfRead) else None
+    is_plain = mask is None or (window is not None and window == sliding_window)
+    rows, length = len(query), query.shape[2]
+    if not is_plain or length != key.shape[2] or query.dtype not in HALF:
+        return (None, None, None, None), sliding_window
+    ends = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length
+    return (ends, ends, length, length), window
+
+
+def _eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Run the model's own code, which adds a mask; no mask, of SDPA, may mean a causal one."""
+    mask = mask.mask if isinstance(mask, MaskIfRead) else mask
+    if mask is None and is_causal:
+        queries, keys = query.shape[2], key.shape[2]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
+    mask = None if mask is None else _additive(mask, query.dtype)
+    code = sys.modules[type(getattr(module, "_viewed", module)).__module__]
+    return code.eager_attention_forward(module, query, key, value, mask, **{"dropout": 0.0, **kwargs})
 
 
 @cache
@@ -328,7 +376,9 @@ def _varlen_limits(needs: AttentionNeeds) -> str:
         return "cannot cap attention scores, which the model needs"
     if not needs.takes_arguments:
         return "is told of documents by arguments, which the model does not hand on"
-    return flash_limits(VARLEN, needs)
+    if not (needs.supports_sdpa or needs.has_sinks):
+        return "runs rows of one document by SDPA, for which the model has no path"
+    return flash_limits(VARLEN, replace(needs, flash_kernels=None) if needs.has_sinks else needs)
 
 
 def _varlen_not_usable() -> str:
@@ -345,6 +395,7 @@ FLASH_VARLEN = AttentionBackend(
     masks=varlen_masks,
     is_automatic=True,
     is_like_sdpa=True,
+    takes_sinks=True,
 )
 
 
@@ -490,7 +541,8 @@ def choose_backend(
             raise ValueError(f"{wanted} {reason}; use True or 'sdpa'")
         if needs.soft_caps and backend.is_like_sdpa:
             raise ValueError(f"{wanted} cannot cap attention scores, which the model needs; use True or False")
-        if not needs.supports_sdpa and backend.is_like_sdpa:  # attention sinks, which SDPA would ignore
+        adds_sinks = needs.has_sinks and backend.takes_sinks
+        if not needs.supports_sdpa and backend.is_like_sdpa and not adds_sinks:
             raise ValueError(f"{wanted} cannot do what the model's attention needs; use True or False")
         return Choice(backend.entry or request)
     passed_over = []

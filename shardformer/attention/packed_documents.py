@@ -17,12 +17,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from inspect import signature
+from inspect import getclosurevars, isfunction, signature
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
 from shardformer.distributed.sequence_parallel import first_output
@@ -309,3 +310,50 @@ def _run_by_document(run: Callable[[Tensor], Any], hidden: Tensor, lengths: Leng
         for number, state in zip(numbers, states, strict=True):
             parts[number] = state[: len(parts[number])]
     return first_output(output, lambda _: torch.cat(parts).view_as(hidden))
+
+
+def window_of(function: Callable[..., Tensor]) -> int | None:
+    """Return the window of transformers' mask function of causal windows; None for any other function."""
+    from transformers.masking_utils import causal_mask_function
+
+    parts = getclosurevars(function).nonlocals.get("mask_functions", ()) if isfunction(function) else ()
+    if len(parts) != 2 or function.__qualname__ != "and_masks.<locals>.and_mask" or causal_mask_function not in parts:
+        return None
+    (other,) = (part for part in parts if part is not causal_mask_function)
+    known = getattr(other, "__qualname__", "") == "sliding_window_overlay.<locals>.inner_mask"
+    return getclosurevars(other).nonlocals["sliding_window"] if known else None
+
+
+class FlashWithSinks(torch.autograd.Function):
+    """Attention with sinks, [heads], by torch's flash kernel; query, key, value: [tokens, heads, head_dim].
+
+    The keys' share of the softmax scales its output. Its backward pass takes the output and the log-sum-exps of the
+    whole softmax (FlashAttention-2, arXiv 2307.08691, section 3.1.2), to which sinks add no value.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, borders: tuple, scale: Any, window: tuple
+    ) -> Tensor:
+        """Compute [tokens, heads, head_dim]; `borders`: starts and longest of queries' and keys' documents."""
+        ctx.options = {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
+        ctx.place = (*borders, 0.0, window == (-1, 0))
+        found, logs, *random, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *ctx.place, False, **ctx.options
+        )
+        whole = torch.logaddexp(logs, sinks.to(logs.dtype)[:, None])  # [heads, tokens]
+        found = (found * (logs - whole).exp().t()[..., None]).to(found.dtype)
+        ctx.save_for_backward(query, key, value, sinks, found, whole, *random)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of queries, keys, values and sinks."""
+        *factors, sinks, found, whole, state, unused = ctx.saved_tensors
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), *factors, found, whole, *ctx.place, state, unused, **ctx.options
+        )
+        weights = (sinks.to(whole.dtype)[:, None] - whole).exp()
+        of_sinks = -(weights * (grad.to(whole.dtype) * found).sum(-1).t()).sum(1)
+        return *grads, of_sinks.to(sinks.dtype), None, None, None

@@ -38,6 +38,7 @@ from shardformer.distributed.blocks import joined_blocks
 from shardformer.distributed.collectives import gather_from_region
 from shardformer.distributed.random import in_parallel_region
 from shardformer.distributed.sequence_parallel import UlyssesAllToAll
+from shardformer.matmul.kernel import runs_on
 
 PARAMETER = "sinks"
 _ARGUMENT = "s_aux"
@@ -379,11 +380,12 @@ def needs_of(
         supports_flash=all(getattr(owner, "_supports_flash_attn", False) for owner in owners),
         supports_sdpa=all(getattr(owner, "_supports_sdpa", False) for owner in owners),
         flash_kernels=next((tuple(names) for names in restricted if names is not None), None),
+        has_sinks=any(getattr(module, PARAMETER, None) is not None for module in modules),
         takes_arguments=any(each.kind is each.VAR_KEYWORD for each in signature(model.forward).parameters.values()),
         soft_caps=getattr(config, "attn_logit_softcapping", None) is not None,
         dropout=max((_number(config, name) for name in _DROPOUTS), default=0.0) if trains else 0.0,
         head_dims=_head_dims(config, modules),
-        device=device.type,
+        device=runs_on(device),
         capability=capability_of(device),
         dtype=dtype,
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from inspect import getclosurevars, isfunction
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.attention.packed_documents import window_of
 from shardformer.attention.registry import kernel_named, masks_of, routed_modules, with_own_sinks
 from shardformer.context_parallel.ring import Block, Softmax, repeated, ring_attention
 from shardformer.context_parallel.zigzag import ContextParallelPass, ZigzagSharding
@@ -63,18 +63,6 @@ def blocks_of_span(queries: range, keys: range, window: int | None) -> Iterator[
             far = start - window + 1
             if stop - start > 1 and keys.start <= far < keys.stop:
                 yield Block(slice(start, stop - 1), slice(far, stop - window), is_causal=True, is_flipped=True)
-
-
-def window_of(function: Callable[..., Tensor]) -> int | None:
-    """Return the window of transformers' mask function of causal windows; None for any other function."""
-    from transformers.masking_utils import causal_mask_function
-
-    parts = getclosurevars(function).nonlocals.get("mask_functions", ()) if isfunction(function) else ()
-    if len(parts) != 2 or function.__qualname__ != "and_masks.<locals>.and_mask" or causal_mask_function not in parts:
-        return None
-    (other,) = (part for part in parts if part is not causal_mask_function)
-    known = getattr(other, "__qualname__", "") == "sliding_window_overlay.<locals>.inner_mask"
-    return getclosurevars(other).nonlocals["sliding_window"] if known else None
 
 
 class ContextMask:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -152,7 +153,17 @@ class PendingTokens(Tensor):
     Readers such as a norm in front of a column-parallel layer, hooks and adapters need no special code.
     """
 
-    pending_gather: PendingGather
+    pending_gather: Any  # has `tokens`
+
+    @staticmethod
+    def of(whole: Tensor, gather: Any) -> Tensor:
+        """Return a placeholder of the shape and the autograd graph of `whole`; fake ones, of plans, are no such class.
+
+        They have no values that could be read too early.
+        """
+        placeholder = whole.as_subclass(PendingTokens) if type(whole) is Tensor else whole.view_as(whole)
+        placeholder.pending_gather = gather
+        return placeholder
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,9 +202,7 @@ class PendingGather:
 
     def placeholder(self) -> Tensor:
         """Return a placeholder [batch, seq, hidden]: column-parallel layers recognize it, other readers wait."""
-        whole = self._gathered.movedim(0, SEQ_DIM)[:, : self.length].as_subclass(PendingTokens)
-        whole.pending_gather = self
-        return whole
+        return PendingTokens.of(self._gathered.movedim(0, SEQ_DIM)[:, : self.length], self)
 
     def tokens(self) -> Tensor:
         """Return the gathered tokens, [batch, seq, hidden], differentiable; not used by column-parallel layers."""
@@ -208,15 +217,22 @@ def gather_on_entry(module: nn.Module, region: SequenceParallel, overlaps: bool 
     """Let `module`, a tensor-parallel region, see the whole sequence.
 
     With `overlaps`, it starts before the tokens of other ranks arrive: its column-parallel layers multiply this rank's
-    tokens meanwhile. In a graph the compiler splits the gather and the products.
+    tokens meanwhile. In a graph the compiler splits the gather and the products. A module may have a `gather_kernel`,
+    whose products read the tokens in another form, which is gathered instead.
     """
 
-    def start(x: Tensor) -> Tensor:
-        pends = overlaps and x.dim() > 2 and not torch.compiler.is_compiling()
-        return PendingGather(x, region).placeholder() if pends else region.gather(x)
+    def start(called: nn.Module, x: Tensor) -> Tensor:
+        if x.dim() <= 2 or torch.compiler.is_compiling():
+            return region.gather(x)
+        if overlaps:
+            return PendingGather(x, region).placeholder()
+        kernel = vars(called).get("gather_kernel")
+        return region.gather(x) if kernel is None else kernel.gathered_later(x, region)
 
     module.gathered = region
-    module.register_forward_pre_hook(lambda _, args, kwargs: first_input(args, kwargs, start), with_kwargs=True)
+    module.register_forward_pre_hook(
+        lambda called, args, kwargs: first_input(args, kwargs, partial(start, called)), with_kwargs=True
+    )
 
 
 def wrap_layers(layers: list[nn.Module], region: SequenceParallel) -> None:

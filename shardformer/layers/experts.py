@@ -33,6 +33,7 @@ from shardformer.distributed.collectives import (
     local_slice,
     split_to_region,
 )
+from shardformer.matmul.kernel import LateGradients
 from shardformer.shard_config import ShardConfig
 from shardformer.shard_spec import EXPERTS, Part, ShardSpec, annotate, shard_parameter
 from shardformer.utils.derived_modules import derive, replace_modules
@@ -68,6 +69,8 @@ class TokenDispatcher:
     ) -> None:
         self.num_experts, self.group, self.tp_group, self.meanwhile = num_experts, group, tp_group, meanwhile
         self.capacity, self.may_skip, self.num_ranks = capacity, may_skip, dist.get_world_size(group)
+        self.weights: Mapping[str, Tensor | None] = {}  # whose gradients are computed while those of tokens go back
+        self.late = LateGradients()
         self.missing: Tensor | None = None  # the most rows over those that a rank sends to one, on the device
 
     @untraced
@@ -115,6 +118,7 @@ class TokenDispatcher:
         rows = exchange.start(_SentRows.apply(hidden, order, places, skips))
         if self.meanwhile is not None:
             self.meanwhile()
+        self.late.mark(self.weights)
         rows = exchange.finish(rows)
         found = _run_experts(experts, rows, experts_here)
         back = all_to_all_uneven(found, received, sent, self.group)
@@ -296,7 +300,12 @@ def _grouped_forward(experts: nn.Module, rows: Tensor, chosen: Tensor, weights: 
 
     def product(x: Tensor, name: str) -> Tensor:
         bias = getattr(experts, f"{name}_bias")[by_expert.clamp(max=len(numbers) - 1)] if experts.has_bias else None
-        x = _grouped_linear(x, getattr(experts, name), ends, bias, experts.is_transposed)
+        weight = getattr(experts, name)
+        if dispatcher is not None and dispatcher.late.has(name) and x.dtype == weight.dtype and _has_kernel(x.device):
+            out = _grouped_linear(x, weight.detach(), ends, bias, experts.is_transposed)
+            x = dispatcher.late.leave(name, out, x, ends, experts.is_transposed)
+        else:
+            x = _grouped_linear(x, weight, ends, bias, experts.is_transposed)
         return x if rest is None else x.masked_fill(rest, 0.0)
 
     x = _SentRows.apply(rows, order, places)
@@ -307,6 +316,11 @@ def _grouped_forward(experts: nn.Module, rows: Tensor, chosen: Tensor, weights: 
         x = x if rest is None else x.masked_fill(rest, 0.0)
     choices = _ReturnedRows.apply(x.to(rows.dtype), order, places)
     return choices if dispatcher is not None else _combined(choices, weights, rows.dtype)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """Return whether torch has grouped products for a device, which transformers then calls."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 _KINDS = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
@@ -445,9 +459,11 @@ class _ShardedExperts(nn.Module):
     """Sends tokens to the ranks of their experts, and runs the native forward, or the object's own, on those here."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        native = self.forward_of_experts or super().forward
+        native, weights = self.forward_of_experts or super().forward, {}
         if self.has_known_forward and self.config._experts_implementation == "grouped_mm":
             native = partial(_grouped_forward, self)
+            weights = {} if hasattr(self, "kernel") else self._parameters  # products in FP8 have nodes of their own
+        self.dispatcher.weights = weights
         return self.dispatcher(native, hidden_states, top_k_index, top_k_weights)
 
 

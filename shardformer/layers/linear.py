@@ -259,7 +259,8 @@ class SharedInput:
         if torch.compiler.is_compiling():
             return layer.project(x)
         is_same = x is self._input and torch.is_grad_enabled() is self._differentiates
-        if not is_same or id(layer) not in self._outputs or self._version not in (None, x._version):
+        is_same = is_same and (self._version is None or self._version == x._version)
+        if not is_same or id(layer) not in self._outputs:
             is_pending = hasattr(x, "pending_gather")
             # Of a tensor of inference mode nothing tells whether it was written to since.
             if layer is not self.layers[0] or (not is_pending and x.is_inference()):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cache, partial
@@ -23,13 +23,17 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
+from shardformer.distributed.collectives import all_gather_dim
+from shardformer.distributed.sequence_parallel import SEQ_DIM, SequenceParallel
 from shardformer.matmul.kernel import matrix, no_view, runs_on
-from shardformer.matmul.native import Native
+from shardformer.matmul.native import Native, RoundedGather, RoundedLinear
 from shardformer.utils.untraced import defines_operators
 
 _NUMBERS = count()  # of kernels
@@ -37,19 +41,19 @@ _BLOCK = 32  # values with one scale in mxfp8
 
 
 @cache
-def round_on_gpus() -> Callable[[Tensor, bool], tuple[Tensor, Tensor, Tensor]]:
-    """Define the operator `booster::round_to_fp8`: matrix, is gradient -> values, their transpose, scale (0-d).
+def round_on_gpus() -> Callable[[Tensor, bool, Tensor | None], tuple[Tensor, Tensor, Tensor]]:
+    """Define the operator `booster::round_to_fp8`: see `Rounded` -> values, their transpose, scale (0-d).
 
     When it is first used, as `torch.library` looks through all modules.
     """
 
     @torch.library.custom_op("booster::round_to_fp8", mutates_args=())
-    def round_to_fp8(x: Tensor, is_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-        values, columns, scale = empty(x, is_gradient)
-        importlib.import_module("shardformer.matmul.float8_cast").round_into(x.contiguous(), values, columns, scale)
-        return values, columns, scale
+    def round_to_fp8(x: Tensor, is_gradient: bool, peak: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        found = empty(x, is_gradient, peak)
+        importlib.import_module("shardformer.matmul.float8_cast").round_into(x.contiguous(), peak, *found)
+        return found
 
-    def empty(x: Tensor, is_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def empty(x: Tensor, is_gradient: bool, peak: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
         values, columns = (x.new_empty(shape, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
         return values, columns, x.new_empty((), dtype=torch.float32)
@@ -71,18 +75,23 @@ class Rounded:
         scale: factor of the values, 0-d.
     """
 
-    def __init__(self, x: Tensor, is_gradient: bool = False) -> None:
+    def __init__(self, x: Tensor, is_gradient: bool = False, peak: Tensor | None = None) -> None:
         """Round `x`, [rows, columns], to e5m2 if it is a gradient, which needs range, and else to e4m3.
 
         No value is beyond the end of the range by more than the rounding of a division, which e4m3 and e5m2 round back.
+
+        Args:
+            peak: the largest absolute value, 0-d in fp32, of a matrix that `x` is a part of; None if it is the whole.
         """
         self._columns: Tensor | None = None  # the values, transposed
         if runs_on(x.device) == "cuda" and (_has_triton() or not x.is_cuda):  # a plan needs no Triton
-            self.values, self._columns, self.scale = round_on_gpus()(x.detach(), is_gradient)
+            self.values, self._columns, self.scale = round_on_gpus()(x.detach(), is_gradient, peak)
             return
         dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
-        # One pass, and no temporary for absolute values. fp32, because 16-bit quotients would be rounded twice.
-        self.scale = scale_of(torch.linalg.vector_norm(x.detach(), torch.inf, dtype=torch.float32), dtype)
+        if peak is None:  # one pass, and no temporary for absolute values
+            peak = torch.linalg.vector_norm(x.detach(), torch.inf, dtype=torch.float32)
+        self.scale = scale_of(peak, dtype)
+        # In fp32, because 16-bit quotients would be rounded twice.
         self.values = (x / self.scale.view(1, 1)).to(dtype)  # a scale with dims makes a quotient in fp32, in one pass
 
     @staticmethod
@@ -119,6 +128,27 @@ class Rounded:
             return self
         # As bytes, which every device can copy; a zero is the byte 0 in both formats.
         return self._with(F.pad(self.values.view(torch.uint8), (0, 0, 0, missing)).view(self.values.dtype))
+
+
+class RoundedTokens(Rounded):
+    """Tokens, or their gradient, [tokens, features], of which each rank has rounded a part.
+
+    Attributes:
+        shape, dtype: those of the tokens before they were rounded.
+    """
+
+    def __init__(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        self.values, self.scale, self.dtype, self._columns = values, scale, dtype, None
+        self.shape = values.shape
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def transposed(self) -> Rounded:
+        """Return the transpose, which is made once."""
+        if self._columns is None:
+            self._columns = self.values.t().contiguous()
+        return super().transposed()
 
 
 class _RoundedRows(Rounded):
@@ -227,6 +257,7 @@ class Float8(Native):
     kind: type[Rounded] = Rounded
     is_native = False
     writes_gradients = False
+    gathers_rounded = True
     multiple = 16
 
     def __init__(self) -> None:
@@ -263,8 +294,57 @@ class Float8(Native):
             if self._weights is None:
                 self._experts.clear()
 
-    def _rounded(self, x: Tensor, is_gradient: bool = False) -> Rounded:
+    def gathered_later(self, x: Tensor, region: SequenceParallel) -> Tensor:
+        """Return a placeholder of whole sequences, which products gather rounded; `x`: [batch, seq/tp, features]."""
+        if torch.is_autocast_enabled(x.device.type):  # which casts after a gather
+            return region.gather(x)
+        return RoundedGather(x, region, self).placeholder()
+
+    def gathered(self, x: Tensor, group: ProcessGroup, length: int, is_gradient: bool = False) -> RoundedTokens:
+        """Round this rank's tokens and gather them: [batch, seq/tp, features] -> [batch * seq, features].
+
+        The scale is that of all tokens, as if they were rounded after a gather; torchao's sequence parallelism in
+        float8 does the same. Values of padding behind `length` count for nothing.
+        """
+        share = x.shape[SEQ_DIM]
+        own = x.detach()[:, : max(length - dist.get_rank(group) * share, 0)]
+        peak = torch.zeros((), device=x.device)
+        if own.numel():
+            # Not every backend's maximum is nan if a value is; of inf, as of nan, all products are nan.
+            peak = torch.linalg.vector_norm(own, torch.inf, dtype=torch.float32).nan_to_num(nan=torch.inf)
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        rounded = Rounded(x.flatten(0, 1), is_gradient, peak)
+        values = all_gather_dim(rounded.values.view(torch.uint8).view(x.shape), SEQ_DIM, group, length)
+        return RoundedTokens(values.flatten(0, 1).view(rounded.values.dtype), rounded.scale, x.dtype)
+
+    def gathered_gradient(self, grad: Tensor, weight: Tensor, group: ProcessGroup, length: int) -> Any:
+        """Gather [batch, seq/tp, out] for the products with `weight`, rounded if these are in FP8."""
+        if not (self.gathers_rounded and self._fits(grad, *weight.shape)):
+            return super().gathered_gradient(grad, weight, group, length)
+        return self.gathered(grad, group, length, is_gradient=True)
+
+    def restored(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> RoundedTokens:
+        """Return what `gathered` did, given its tensors; layers that read one input share its transpose."""
+        known = self._latest.get(False)
+        if known is None or not _is_same(values, *known[:2]):
+            known = values, values._version, RoundedTokens(values, scale, dtype)
+        if self._reuses:
+            self._latest[False] = known
+        return known[2]
+
+    def columns(self, layers: Sequence[Any], x: Tensor) -> Sequence[Tensor]:
+        """Compute [..., in] -> [..., local out] for column-parallel layers that all read `x`."""
+        gather = getattr(x, "pending_gather", None)
+        if not isinstance(gather, RoundedGather):
+            return super().columns(layers, x)
+        if not all(self._fits(gather.whole, *layer.matrix.shape) for layer in layers):
+            return super().columns(layers, gather.tokens())
+        return [RoundedLinear.apply(gather.whole, gather, layer.matrix, layer.added_bias, layer) for layer in layers]
+
+    def _rounded(self, x: Tensor | RoundedTokens, is_gradient: bool = False) -> Rounded:
         """Return rounded `x`, [rows, columns], an activation or a gradient."""
+        if isinstance(x, RoundedTokens):
+            return x
         if not self._reuses or x.is_inference():
             return self.kind(x, is_gradient)
         known = self._latest.get(is_gradient)
@@ -296,7 +376,7 @@ class Float8(Native):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply in FP8: [..., in] -> [..., out]."""
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x if isinstance(x, RoundedTokens) else x.reshape(-1, x.shape[-1])
         if not len(flat):  # reads no weight, which this rank may have to gather
             return x.new_empty(*x.shape[:-1], weight.shape[0])
         if not self._fits(flat, *weight.shape):
@@ -340,6 +420,7 @@ class Rowwise(Float8):
 
     kind = _RoundedRows
     writes_gradients = True
+    gathers_rounded = False  # products that sum over tokens need these as they are
     grad_weight = Native.grad_weight
 
     def grouped(self, x: Tensor, weight: Tensor, ends: Tensor, is_forward: bool = False) -> Tensor:
@@ -434,6 +515,7 @@ class Mx(Float8):
     """Products in FP8, "mxfp8", if all sizes are multiples of 32, else in native torch."""
 
     kind = _RoundedBlocks
+    gathers_rounded = False  # products that sum over tokens round them along another dim
     multiple = _BLOCK
 
     def _rounded_columns(self, x: Tensor, is_gradient: bool = False) -> Rounded:

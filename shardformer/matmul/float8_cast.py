@@ -34,9 +34,12 @@ def kernel(
     tl.store(columns + column * num_rows + row, tl.trans(tile), mask=tl.trans(inside))
 
 
-def round_into(x: Tensor, values: Tensor, columns: Tensor, scale: Tensor) -> None:
-    """Round `x`, [rows, columns], contiguous, into `values`, their transpose `columns`, and `scale` (0-d)."""
-    peak = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+def round_into(x: Tensor, peak: Tensor | None, values: Tensor, columns: Tensor, scale: Tensor) -> None:
+    """Round `x`, [rows, columns], contiguous, into `values`, their transpose `columns`, and `scale` (0-d).
+
+    `peak` is the largest absolute value, 0-d, or None for that of `x`.
+    """
+    peak = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) if peak is None else peak
     limits = torch.finfo(values.dtype).max, torch.finfo(torch.float32).tiny
     grid = triton.cdiv(x.shape[1], BLOCK), triton.cdiv(x.shape[0], BLOCK)
     kernel[grid](x, peak, values, columns, scale, *x.shape, *limits, FP8=_TYPES[values.dtype], SIZE=BLOCK)

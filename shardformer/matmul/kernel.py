@@ -14,7 +14,7 @@ A planner runs layers on fake tensors of the host; they then take the kernels of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardformer.shard_spec import ShardSpec
@@ -205,6 +206,70 @@ def run_deferred(deferred: DeferredWeightGrads) -> None:
     deferred.clear()
 
 
+class LateGradients:
+    """Gradients of stacked weights that a backward pass computes once it gets to where the forward pass called `mark`.
+
+    Autograd runs the latest node that is ready: the mark's come after those of what was called behind it.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[str, tuple[Tensor, list[Callable[[], Tensor]]]] = {}
+
+    def mark(self, weights: Mapping[str, Tensor | None]) -> None:
+        """Mark the place for those of `weights`, by name, that are stacked, [experts, ...], and trained."""
+        self._marks.clear()
+        for name, weight in weights.items() if torch.is_grad_enabled() else ():
+            if weight is not None and weight.dim() == 3 and weight.requires_grad:
+                left: list[Callable[[], Tensor]] = []
+                self._marks[name] = _Late.apply(weight, left), left
+
+    def has(self, name: str) -> bool:
+        """Return whether the gradient of a weight is for its mark."""
+        return name in self._marks
+
+    def leave(self, name: str, out: Tensor, x: Tensor, ends: Tensor, is_transposed: bool) -> Tensor:
+        """Leave a weight's gradient for its mark; return the product, [rows, out], for further use.
+
+        Args:
+            out: grouped product with the detached weight, [experts, out, in], or [experts, in, out] if `is_transposed`.
+            x: [rows, in].
+            ends: end of the rows of each expert, [experts].
+        """
+        token, left = self._marks.pop(name)
+        return _Leave.apply(out, token, x, ends, is_transposed, left)
+
+
+class _Late(torch.autograd.Function):
+    """Stands for a weight, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, left: list[Callable[[], Tensor]]) -> Tensor:
+        ctx.left = left
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.left.pop()(), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, token: Tensor, x: Tensor, ends: Tensor, is_transposed: bool, left: list
+    ) -> Tensor:
+        ctx.save_for_backward(x, ends)
+        ctx.is_transposed, ctx.left = is_transposed, left
+        return no_view(out.view_as(out))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, ends), grad = ctx.saved_tensors, grad.contiguous()
+        first, second = (x, grad) if ctx.is_transposed else (grad, x)
+        ctx.left.append(partial(torch._grouped_mm, first.t(), second, offs=ends))
+        return grad, grad.new_empty(0), None, None, None, None
+
+
 def weight_gradient(
     weight: Tensor, flat_grad: Tensor, flat_x: Tensor, backend: Products, store: WeightGradStore | None
 ) -> Tensor | None:
@@ -274,7 +339,8 @@ def linear(
     if torch.compiler.is_compiling():  # gradients of graphs reach their buffers like those of other operators
         return _untraced_linear(x, weight, bias, backend, store) if splits else backend.traced(x, weight, bias)
     if splits or not backend.is_native or has_grad_buffer(weight if weight.is_leaf else weight._base):
-        return _Linear.apply(x, weight, bias, backend, store)
+        pending = getattr(x, "pending_gather", None)  # a placeholder, whose gradient autograd would not follow
+        return _Linear.apply(x if pending is None else pending.tokens(), weight, bias, backend, store)
     return F.linear(x, weight, bias)
 
 

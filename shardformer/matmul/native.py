@@ -18,14 +18,29 @@ from torch.distributed import ProcessGroup
 
 from shardformer.distributed.blocks import BlockedTensor, Blocks, block_to_read, blocks_of, write_block
 from shardformer.distributed.collectives import all_gather_dim, reduce_scatter_dim, without_base
-from shardformer.distributed.sequence_parallel import SEQ_DIM, PendingGather
-from shardformer.matmul.kernel import LinearKernel, Products, WeightGradStore, autocast, linear, matrix, weight_gradient
+from shardformer.distributed.sequence_parallel import SEQ_DIM, PendingGather, PendingTokens, SequenceParallel
+from shardformer.matmul.kernel import (
+    LinearKernel,
+    Products,
+    WeightGradStore,
+    autocast,
+    linear,
+    matrix,
+    no_view,
+    weight_gradient,
+)
 from shardformer.shard_spec import ShardSpec, shard_parameter
 from shardformer.utils.untraced import computed_once, saved_results
 
 
 class Native(Products, LinearKernel):
-    """Weights of `nn.Linear` and `Conv1D`, multiplied by torch; layers that read one input share an autograd node."""
+    """Weights of `nn.Linear` and `Conv1D`, multiplied by torch; layers that read one input share an autograd node.
+
+    Attributes:
+        gathers_rounded: whether ranks round tokens, and their gradients, before they gather them along a sequence.
+    """
+
+    gathers_rounded = False
 
     def accepts(self, native: nn.Module, group: ProcessGroup) -> bool:
         """Return True."""
@@ -55,7 +70,7 @@ class Native(Products, LinearKernel):
             weights.append(layer.matrix)
             biases.append(layer.bias if layer.adds_bias else None)
         pending = getattr(x, "pending_gather", None)
-        if pending is not None:
+        if isinstance(pending, PendingGather):
             return GatheredLinear.apply(pending.local, pending, first, count, *autocast(*weights, *biases))
         if first.input_is_gathered:
             kernel, store = first.kernel, first.weight_grad_store
@@ -64,8 +79,9 @@ class Native(Products, LinearKernel):
         return ColumnLinear.apply(x, first.group, first, count, *parameters)
 
     def rows(self, layer: Any, x: Tensor) -> Tensor:
-        """Compute the sum over ranks of x W^T, in one node where the layer is recomputed by operators."""
-        if torch.compiler.is_compiling() or saved_results.get() is None:
+        """Compute the sum over ranks of x W^T; it is of the same node where a gradient is gathered, or if saved."""
+        is_one = saved_results.get() is not None or (self.gathers_rounded and layer.sequence is not None)
+        if torch.compiler.is_compiling() or not is_one:
             return layer.summed(self.multiply(layer, layer.own_features(x), None))
         x, weight = autocast(layer.own_features(x), layer.matrix)
         if layer.sequence is None:
@@ -74,6 +90,10 @@ class Native(Products, LinearKernel):
             return RowLinear.apply(x, weight, SEQ_DIM, layer.group, layer)
         by_rows = x.unflatten(0, (-1, layer.sequence.length))
         return RowLinear.apply(by_rows, weight, SEQ_DIM, layer.group, layer).flatten(0, 1)
+
+    def gathered_gradient(self, grad: Tensor, weight: Tensor, group: ProcessGroup, length: int) -> Any:
+        """Gather [batch, seq/tp, out] for the products with `weight`: [batch * seq, out], without padding."""
+        return matrix(all_gather_dim(grad, SEQ_DIM, group, length))
 
 
 NATIVE = Native()
@@ -152,6 +172,92 @@ class GatheredLinear(torch.autograd.Function):
         return grad_x, None, None, None, *grad_weights, *grad_biases
 
 
+class RoundedGather:
+    """A gather of the sequence for products whose kernel rounds tokens: it gathers rounded ones, and others on demand.
+
+    Either is gathered when it is first read. Gradients of all readers add up before they are reduce-scattered.
+
+    Args:
+        local: this rank's tokens, [batch, seq/tp, hidden].
+        kernel: that of the column-parallel layers that read the tokens.
+    """
+
+    def __init__(self, local: Tensor, region: SequenceParallel, kernel: Any) -> None:
+        self.kernel, self.place = kernel, (region.group, region.length)
+        self.whole = _Whole.apply(local, *self.place)
+        self._local = local.detach()
+        self._tokens: dict[bool, Tensor] = {}  # whether they are differentiable -> them
+        self._rounded: Any = None
+
+    def placeholder(self) -> Tensor:
+        """Return a placeholder [batch, seq, hidden]: column-parallel layers recognize it, others get `tokens`."""
+        return PendingTokens.of(self.whole, self)
+
+    def tokens(self) -> Tensor:
+        """Return the tokens, [batch, seq, hidden], differentiable."""
+        way = torch.is_grad_enabled()
+        if way not in self._tokens:
+            self._tokens[way] = _Tokens.apply(self.whole, self._local, *self.place)
+        return self._tokens[way]
+
+    def rounded(self) -> Any:
+        """Return the rounded tokens, [batch * seq, hidden]."""
+        if self._rounded is None:
+            self._rounded = self.kernel.gathered(self._local, *self.place)
+        return self._rounded
+
+
+class _Whole(torch.autograd.Function):
+    """Stands for gathered tokens, [batch, seq, hidden], without values."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: ProcessGroup, length: int) -> Tensor:
+        ctx.group = group
+        return local.new_empty(()).expand(len(local), length, local.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter_dim(grad, SEQ_DIM, ctx.group), None, None
+
+
+class _Tokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, local: Tensor, group: ProcessGroup, length: int) -> Tensor:
+        return all_gather_dim(local, SEQ_DIM, group, length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad, None, None, None
+
+
+class RoundedLinear(torch.autograd.Function):
+    """y = x W^T + b for tokens that are gathered rounded, and saved so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Tensor, gather: RoundedGather, weight: Tensor, bias: Tensor | None, layer: Any
+    ) -> Tensor:
+        """Compute [batch, seq, in] -> [batch, seq, out]."""
+        rounded = gather.rounded()
+        ctx.backend, ctx.store, ctx.dtype = layer.kernel, layer.weight_grad_store, whole.dtype
+        ctx.save_for_backward(rounded.values, rounded.scale)
+        ctx.weight, ctx.shape = weight, whole.shape
+        out = ctx.backend.forward(rounded, weight, bias)
+        return no_view(out.view(*whole.shape[:-1], out.shape[-1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of tokens, weight and bias."""
+        flat, needs = matrix(grad), ctx.needs_input_grad
+        grad_x = ctx.backend.grad_input(flat, ctx.weight).view(ctx.shape) if needs[0] else None
+        grad_weight = None
+        if needs[2]:
+            tokens = ctx.backend.restored(*ctx.saved_tensors, ctx.dtype)
+            grad_weight = weight_gradient(ctx.weight, flat, tokens, ctx.backend, ctx.store)
+        return grad_x, None, grad_weight, flat.sum(0) if needs[3] else None, None
+
+
 class ColumnLinear(torch.autograd.Function):
     """y_i = x W_i^T + b_i for several i; includes `f`: the gradient of x is all-reduced over the axis."""
 
@@ -218,8 +324,9 @@ class RowLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute both gradients from the gradient of all tokens."""
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
-        flat = matrix(grad if ctx.dim is None else all_gather_dim(grad, ctx.dim, ctx.group, x.shape[ctx.dim]))
         used = weight if ctx.backend.is_native else ctx.weight  # see `_Linear`
+        is_whole = ctx.dim is None
+        flat = matrix(grad) if is_whole else ctx.backend.gathered_gradient(grad, used, ctx.group, x.shape[ctx.dim])
         grad_x = ctx.backend.grad_input(flat, used).view_as(x) if needs[0] else None
         grad_weight = weight_gradient(ctx.weight, flat, matrix(x), ctx.backend, ctx.store) if needs[1] else None
         return grad_x, grad_weight, None, None, None

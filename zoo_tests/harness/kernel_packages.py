@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -248,6 +249,66 @@ def torch_varlen(takes_groups: bool = True) -> Iterator[Calls]:
     with patch.object(module, "varlen_attn", with_groups if takes_groups else varlen_attn):
         yield calls
     backend._takes_groups.cache_clear()
+
+
+@contextmanager
+def torch_flash() -> Iterator[Calls]:
+    """Replace torch's flash operators, which run on GPUs alone, by their arithmetic; yield calls of the forward one."""
+    calls: Calls = []
+
+    def documents(query: Tensor, borders: Tensor) -> Iterator[slice]:
+        assert borders.dtype == torch.int32 and borders[-1] == len(query)
+        return (slice(start, stop) for start, stop in pairwise(borders.tolist()))
+
+    def scores_of(query: Tensor, key: Tensor, scale: float | None, left: int, right: int) -> Tensor:
+        """[tokens, heads, head_dim] -> [heads, queries, keys]."""
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        distance = torch.arange(len(query))[:, None] - torch.arange(len(key))
+        hidden = (distance > left if left >= 0 else False) | (-distance > right if right >= 0 else distance < -len(key))
+        return scores.masked_fill(hidden, -math.inf)
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Tensor, max_q: int, max_k: int, dropout_p: float,
+        is_causal: bool, return_debug_mask: bool, *, scale: float | None, window_size_left: int, window_size_right: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert max_q == max_k == ends.diff().max() and is_causal == ((window_size_left, window_size_right) == (-1, 0))
+        calls.append({"window_size": (window_size_left, window_size_right), "heads": (q.shape[1], k.shape[1])})
+        found, logs = [], []
+        for tokens in documents(q, ends):
+            query, key, value = (x[tokens].double() for x in (q, k, v))
+            scores = scores_of(query, key, scale, window_size_left, window_size_right)
+            value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+            found.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
+            logs.append(scores.logsumexp(-1))
+        precise = torch.promote_types(q.dtype, torch.float32)
+        nothing = torch.empty(0)
+        return torch.cat(found).to(q.dtype), torch.cat(logs, 1).to(precise), nothing, nothing, nothing
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, ends: Tensor, ends_k: Tensor,
+        max_q: int, max_k: int, dropout_p: float, is_causal: bool, state: Tensor, unused: Tensor, *,
+        scale: float | None, window_size_left: int, window_size_right: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        found = []
+        for tokens in documents(q, ends):
+            of, query, key, value, whole = (x[tokens].double() for x in (grad, q, k, v, out))
+            groups = query.shape[1] // key.shape[1]
+            weights = (scores_of(query, key, scale, window_size_left, window_size_right) - logs[:, tokens, None]).exp()
+            through = torch.einsum("qhd,khd->hqk", of, value.repeat_interleave(groups, 1))
+            of_scores = weights * (through - (of * whole).sum(-1).t()[..., None])
+            of_scores = of_scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+            of_key, of_value = (
+                torch.einsum("hqk,qhd->khd", by, x).unflatten(1, (-1, groups)).sum(2)
+                for by, x in ((of_scores, query), (weights, of))
+            )
+            of_query = torch.einsum("hqk,khd->qhd", of_scores, key.repeat_interleave(groups, 1))
+            found.append((of_query, of_key, of_value))
+        return tuple(torch.cat(parts).to(q.dtype) for parts in zip(*found, strict=True))
+
+    names = {"_flash_attention_forward": forward, "_flash_attention_backward": backward}
+    with patch.multiple(torch.ops.aten, **names):
+        yield calls
 
 
 @contextmanager

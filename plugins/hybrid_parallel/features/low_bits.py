@@ -60,6 +60,22 @@ def multiply_in_fp8(model: nn.Module, recipe: str = "tensorwise") -> None:
         _log.warning("%s has no linear layers in a list of layers: nothing multiplies in 8 bit", type(model).__name__)
 
 
+def gather_in_fp8(model: nn.Module) -> None:
+    """Let regions of sequence parallelism gather rounded tokens where nothing but products in FP8 reads the tokens."""
+    for module in model.modules():
+        if getattr(module, "gathered", None) is not None:
+            layers = [each for each in module.modules() if any(p.dim() > 1 for p in each.parameters(recurse=False))]
+            readers = [each for each in layers if not isinstance(each, RowParallelLinear | nn.Embedding)]
+            kernels = {each.kernel if _gathers_rounded(each) else None for each in readers}
+            if len(kernels) == 1:
+                module.gather_kernel = kernels.pop()
+
+
+def _gathers_rounded(layer: nn.Module) -> bool:
+    is_column = isinstance(layer, ColumnParallelLinear) and layer.input_is_gathered
+    return is_column and isinstance(layer.kernel, Float8) and layer.kernel.gathers_rounded
+
+
 class _Float8Experts(nn.Module):
     """Multiplies in FP8; `kernel` keeps rounded weights."""
 
@@ -299,6 +315,7 @@ class Float8Products(Feature):
         """Have linear layers multiply in FP8, and under "rowwise" stacked experts, but not in graphs."""
         recipe = self.config.mixed_precision.fp8_recipe
         multiply_in_fp8(parts.module, recipe)
+        gather_in_fp8(parts.module)
         if recipe == "rowwise" and not self.config.kernels.compile_layers:
             experts_in_fp8(parts.module)
 
@@ -308,14 +325,14 @@ class Float8Products(Feature):
         config = self.config
         reads_bits = config.kernels.compile_layers or config.offload.offload_parameters is not None
         if config.zero.zero_stage == 3 and not reads_bits:
-            for module in filter(_reads_rounded, model.unwrap().modules()):
+            for module in filter(reads_rounded, model.unwrap().modules()):
                 module.weight.sharded_as = RoundedParameters
             around.append(lambda this: _rounded_shards(model.gathers, this.goes_back))
         model.around_passes += around
         model.around_losses += around
 
 
-def _reads_rounded(module: nn.Module) -> bool:
+def reads_rounded(module: nn.Module) -> bool:
     """Return whether a layer reads its weight in FP8 alone, as [out, in]: not a `Conv1D`."""
     is_linear = isinstance(module, ColumnParallelLinear | RowParallelLinear | Linear)
     if not is_linear or type(module.kernel) is not Float8 or getattr(module, "transposed", False):

@@ -31,7 +31,7 @@ Part = tuple
 
 
 class TooManyOperators(ConfigurationError):
-    """A pass has more than `MOST_OPERATORS` operators, whatever the layout."""
+    """A pass has more than `MOST_OPERATORS` operators, for a model that processes tokens one by one."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,12 @@ class Recorder(TorchDispatchMode):
 
     Args:
         parameters: tensors whose storage does not count as activations.
+        is_limited: whether it raises `TooManyOperators`.
     """
 
-    def __init__(self, parameters: list[Tensor]) -> None:
+    def __init__(self, parameters: list[Tensor], is_limited: bool = True) -> None:
         super().__init__()
+        self.is_limited = is_limited
         self.parts: dict[Part, PartRecord] = {}
         self.part: Part = ("gap", 0)
         self.backwards = False
@@ -140,7 +142,7 @@ class Recorder(TorchDispatchMode):
         if name.startswith("prim"):  # a query such as `tensor.device`: C++ ends the process if it raises
             return _run(func, name, args, kwargs or {})
         self.num_operators += 1
-        if self.num_operators > MOST_OPERATORS:
+        if self.is_limited and self.num_operators > MOST_OPERATORS:
             raise TooManyOperators(f"a pass has more than {MOST_OPERATORS:,} operators")
         if name == "aten::_local_scalar_dense":  # `item()`: fake tensors have no values
             return 0.0 if args[0].dtype.is_floating_point else 0
@@ -234,7 +236,9 @@ def count_operator(
     size = float(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)))
     if any(each in name for each in _ATTENTION):
         is_causal = any(value is True or value == [-1, 0] for value in args if not isinstance(value, Tensor))
-        return Operator("attention", _attention_flops(name, is_causal, inputs), size, is_causal=is_causal)
+        keys_before = kwargs.get("window_size_left")
+        window = None if keys_before in (None, -1) else keys_before + 1
+        return Operator("attention", _attention_flops(name, is_causal, inputs, window), size, is_causal=is_causal)
     if name == "_grouped_mm":
         stacked = float(sum(_bytes(each) for each in (*inputs, *outputs) if each.dim() == 3))
         return Operator("matmul", 2.0 * inputs[0].numel() * inputs[1].shape[-1], size, of_experts=stacked)
@@ -250,18 +254,19 @@ def count_operator(
     return Operator("memory", 0.0, size)
 
 
-def _attention_flops(name: str, is_causal: bool, inputs: list[Tensor]) -> float:
+def _attention_flops(name: str, is_causal: bool, inputs: list[Tensor], window: int | None = None) -> float:
     """Count the FLOPs of two matmuls (five in the backward pass), halved if the operator is marked as causal.
 
-    Of packed documents, [tokens, heads, head_dim], as if all were equally long: their borders are values.
+    Of packed documents, [tokens, heads, head_dim], as if all were equally long: their borders are values. `window`: the
+    most keys that a query sees.
     """
     backward = "backward" in name
     query, key, value = inputs[1:4] if backward else inputs[:3]
     width = (query.shape[-1] + value.shape[-1]) / 2
-    if "varlen" in name:
+    if query.dim() == 3:
         length, heads = query.shape[:2]
-        borders = next(each for each in inputs if each.dim() == 1)
-        flops = 4.0 * heads * length * len(key) / (len(borders) - 1) * width
+        keys = len(key) / (len(next(each for each in inputs if each.dim() == 1)) - 1)
+        flops = 4.0 * heads * length * (keys if window is None else min(keys, window)) * width
     else:
         *batch_and_heads, length, _ = query.shape
         flops = 4.0 * math.prod(batch_and_heads) * length * key.shape[-2] * width

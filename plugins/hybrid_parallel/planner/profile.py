@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.model import HybridParallelModel
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
-from plugins.hybrid_parallel.features.low_bits import weights_rounded_once
+from plugins.hybrid_parallel.features.low_bits import reads_rounded, weights_rounded_once
 from plugins.hybrid_parallel.planner.calibrate import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.device import Device
 from plugins.hybrid_parallel.planner.op_recorder import (
@@ -100,6 +100,7 @@ class LocalParameter:
     trains: bool  # whether the parameter gets a gradient
     kind: tuple  # key for bucketing; parameters of different kinds are in different buckets
     is_sharded: bool = False  # whether ranks keep a shard of it under ZeRO stage 3
+    is_8_bit: bool = False  # whether they gather that in 8 bit
     stored: int | None = None  # bytes of a quantised weight, with its scales; None for any other
 
     @property
@@ -153,7 +154,8 @@ class Profiler:
     def profile(self, tp_size: int, sequence: bool) -> Profile:
         """Profile rank 0 of `tp_size`, or refuse it; `sequence`: whether activations are sharded along it."""
         with fake_rank(0, tp_size):
-            model, lists, wrapped = build_proxy_model(self.build, self._config(tp_size, sequence))
+            with _device_like(self.device.name):
+                model, lists, wrapped = build_proxy_model(self.build, self._config(tp_size, sequence))
             local = self._locals(model)
             buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
             with _mistakes_of(type(model).__name__, self.length):
@@ -206,7 +208,8 @@ class Profiler:
 
     def _locals(self, model: nn.Module) -> dict[str, LocalParameter]:
         named = model_inside(model).named_parameters(remove_duplicate=False)
-        return {name: self._local(name, each) for name, each in named}
+        in_8_bit = {module.weight for module in model.modules() if reads_rounded(module)}
+        return {name: replace(self._local(name, each), is_8_bit=each in in_8_bit) for name, each in named}
 
     def _local(self, name: str, param: nn.Parameter) -> LocalParameter:
         found = _local(param)
@@ -313,19 +316,22 @@ def record(
     with FakeTensorMode(allow_non_fake_inputs=True), quiet(), _device_like(device), _one_text_a_row():
         give_memory(wrapped.unwrap())
 
-        def look(count: int, length: int) -> Recorder:
-            return _record(wrapped, lists, batch_of(wrapped.unwrap(), count, length))
+        def look(count: int, length: int, is_limited: bool = True) -> Recorder:
+            return _record(wrapped, lists, batch_of(wrapped.unwrap(), count, length), is_limited)
 
         try:
             return [look(count, length).parts for count in rows]
         except TooManyOperators:
             few, many = (look(1, short).num_operators for short in _SHORT)
-            raise _too_long(type(wrapped.unwrap()).__name__, length, few, many) from None
+            if many > few:
+                raise _too_long(type(wrapped.unwrap()).__name__, length, few, many) from None
+            # Long rows in tiles have many operators, too, but not as many as tokens.
+            return [look(count, length, is_limited=False).parts for count in rows]
 
 
 def _too_long(name: str, length: int, few: int, many: int) -> TooManyOperators:
     """Make the error for samples of `length` tokens, given the operator counts of two short samples."""
-    a_token = max(1.0, (many - few) / (_SHORT[1] - _SHORT[0]))
+    a_token = (many - few) / (_SHORT[1] - _SHORT[0])
     longest = _SHORT[0] + max(0, int((MOST_OPERATORS - few) / a_token))
     return TooManyOperators(
         f"{name} runs its tokens one after the other, {a_token:,.0f} operators for each: samples of {length} tokens "
@@ -333,9 +339,11 @@ def _too_long(name: str, length: int, few: int, many: int) -> TooManyOperators:
     )
 
 
-def _record(wrapped: HybridParallelModel, lists: Sequence[LayerList], batch: dict[str, Tensor]) -> Recorder:
+def _record(
+    wrapped: HybridParallelModel, lists: Sequence[LayerList], batch: dict[str, Tensor], is_limited: bool
+) -> Recorder:
     module = wrapped.unwrap()
-    recorder = Recorder(list(module.parameters()))
+    recorder = Recorder(list(module.parameters()), is_limited)
     hooks = watch_layers(module, lists, recorder)
     hooks += [experts.register_forward_pre_hook(recorder.route) for _, experts in expert_modules(module)]
     # In training a gradient moves to its bucket as soon as it is complete, so it is not counted here.

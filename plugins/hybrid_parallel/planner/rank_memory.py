@@ -25,7 +25,8 @@ class Held:
     param: LocalParameter  # its local shard
     place: int  # position in the model, from its first parameter on
     order: int  # index among the parameters that other ranks of the pipeline hold too; -1 if none does
-    unit: tuple | None  # the module that gathers it under ZeRO stage 3; None if it stays whole
+    # under ZeRO stage 3 (stage, module that gathers it, whether in 8 bit); None if it stays whole
+    unit: tuple[int, int, bool] | None
     is_repeated: bool  # whether several modules of this rank hold it, so that its gradient has several summands
 
     def numel(self) -> int:
@@ -40,7 +41,7 @@ class PlannedBucket:
     members: Sequence[Held]  # its parameters, in the order of the backward pass
     starts: Sequence[int]  # the offset of each
     size: int  # elements, with the gaps
-    unit: tuple | None  # the module that gathers it; None if its parameters stay whole
+    unit: tuple[int, int, bool] | None  # see `Held`
     num_shards: int  # number of ranks that share its states, and its parameters if they are gathered
 
     @property
@@ -87,7 +88,8 @@ class RankParameters:
         found: dict[tuple, int] = {}
         for bucket in self.gathered:
             if axis in (None, bucket.axis):
-                found[bucket.unit] = found.get(bucket.unit, 0) + bucket.size * bucket.itemsize
+                itemsize = 1 if bucket.unit[2] else bucket.itemsize
+                found[bucket.unit] = found.get(bucket.unit, 0) + bucket.size * itemsize
         return dict(sorted(found.items()))
 
     def unit_shards(self) -> dict[tuple, int]:
@@ -141,6 +143,7 @@ def plan_buckets(
 def _held(stages: Mapping[int, StageParts], profile: Profile, config: HybridParallelConfig) -> list[Held]:
     """Return the parameters of a rank in the order of the model."""
     found: dict[tuple, Held] = {}
+    reads_16_bit = config.kernels.compile_layers or config.offload.offload_parameters is not None
     for number, stage in sorted(stages.items()):
         for position, name in enumerate(stage.names):
             order, holders = stage.tied.get(position, (None, ()))
@@ -150,7 +153,9 @@ def _held(stages: Mapping[int, StageParts], profile: Profile, config: HybridPara
             # bucket of its own.
             key = (order,) if order is not None else (None, number, position)
             again = found.get(key)
-            unit = (number, stage.owners[position]) if config.zero.zero_stage == 3 and param.is_sharded else None
+            unit = None
+            if config.zero.zero_stage == 3 and param.is_sharded:
+                unit = number, stage.owners[position], param.is_8_bit and not reads_16_bit
             found[key] = Held(
                 param,
                 len(found) if again is None else again.place,

@@ -35,7 +35,7 @@ from zoo_tests.harness.train_sharded import boost
 from zoo_tests.hybrid_parallel.planner.test_memory_model import HEADS, LAYOUTS
 
 _ROWS, _LENGTH = 3, 11
-_HERE = PRESETS["A100"]
+_HERE = PRESETS["H100"]
 
 
 def _case(family: str, layout: str, **options: Any) -> Case:
@@ -43,7 +43,7 @@ def _case(family: str, layout: str, **options: Any) -> Case:
         family=family,
         head=HEADS.get(family, "causal_lm" if family in ("mixtral", "qwen3_moe") else "generation"),
         optimizer="adamw",
-        precision=options.get("precision", "fp32"),
+        precision=options.get("precision", "fp32").replace("fp8", "bf16"),  # of the model, and what is not a product
         adapters=options.pop("adapters", ()),
     )
     zero_stage = options.pop("zero_stage", 1)
@@ -90,6 +90,7 @@ def test_counted_states_are_the_built_ones(family: str, layout: str) -> None:
 _BF16 = {"precision": "bf16"}
 _FURTHER = (
     ("llama", "pp2dp2", {**_BF16, "pp_style": "zbv", "num_microbatches": 4, "zero_stage": 3}),
+    ("llama", "dp2", {"precision": "fp8", "zero_stage": 3}),
     ("gpt2", "pp2dp2", {**_BF16, "zero_stage": 2}),
     ("gpt2", "cp2dp2", {"zero_stage": 3}),
     ("llama", "dp2", {**_BF16, "zero_stage": 3, "adapters": ("q_proj", "down_proj")}),

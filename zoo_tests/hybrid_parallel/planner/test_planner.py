@@ -21,6 +21,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -31,6 +33,7 @@ from booster.errors import ConfigurationError
 from plugins.hybrid_parallel import HybridParallelConfig, HybridParallelPlugin
 from plugins.hybrid_parallel.pipeline.schedule import SCHEDULES, Kind
 from plugins.hybrid_parallel.pipeline.timeline import simulate
+from plugins.hybrid_parallel.planner import op_recorder
 from plugins.hybrid_parallel.planner.calibrate import Case, MeasuredParts, PartTimes
 from plugins.hybrid_parallel.planner.costs import TooLarge
 from plugins.hybrid_parallel.planner.device import PRESETS, Link, preset
@@ -295,13 +298,22 @@ def test_bars(tmp_path: Path) -> None:
 
 
 def test_products_in_8_bit() -> None:
-    """Each input is rounded once, and each weight for the whole step, which keeps both orders of its values."""
-    build, found = _build(2), {}
+    """Each input is rounded once, and each weight for the whole step, which keeps both orders of its values.
+
+    What ranks gather, weights under ZeRO stage 3 and tokens, is in 8 bit, too.
+    """
+    build, found, whole, tokens = _build(2), {}, {}, {}
     for precision in ("bf16", "fp8"):
         predictor = Predictor(ModelMap(build), Profiler(build, _LENGTH, PRESETS["H100"], precision))
         memory = predictor.predict(Layout(1, 1, 1, precision=precision)).memory
         found[precision] = memory, predictor.profile(1, False).records[0]["layer", 0, 0].forward.operators
+        whole[precision] = predictor.predict(Layout(2, 1, 1, zero_stage=3, precision=precision)).memory.gathered
+        cut = predictor.profile(2, True).records[0]["layer", 0, 0]
+        sent = [size for each in (cut.forward, cut.backward) for kind, size in each.collectives if kind == "all_gather"]
+        tokens[precision] = sum(sent)
     (bf16, native), (fp8, rounded) = found.values()
+    assert whole["bf16"] - whole["fp8"] == 2 * 128 * (128 + 2 * 64 + 128 + 3 * 384), "a byte of each value, not two"
+    assert tokens["bf16"] == 2 * tokens["fp8"] > 0
     weights = 2 * 128 * (128 + 2 * 64 + 128 + 3 * 384)  # of both layers
     assert fp8.parameters - bf16.parameters == 2 * weights + 4 * 2 * 7, "and a scale for each"
     assert [each.is_8_bit for each in rounded if each.kind == "matmul"] == [True] * 7
@@ -324,6 +336,32 @@ def test_values_of_another_width_than_keys_have_no_scores() -> None:
     (forward,) = [each for each in record.forward.operators if each.kind == "attention"]
     assert forward.is_causal and forward.flops == 4 * _LENGTH**2 * (24 + 16), "two products, half of the pairs"
     assert [each.kind for each in record.backward.operators].count("attention") == 1
+
+
+def test_long_rows_in_tiles_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have many operators, but no more for each token, as models have that scan tokens one by one."""
+    monkeypatch.setattr(op_recorder, "MOST_OPERATORS", 1000)
+    tiled = Profiler(_build(2), 4 * 128, PRESETS["H100"], "bf16", kernels=("tiled_mlp",)).profile(1, False)
+    products = [each for each in tiled.records[0]["layer", 0, 0].forward.operators if each.kind == "matmul"]
+    assert len(products) == 4 + 3 * 4, "of attention, and of four tiles"
+
+
+def test_sinks_have_no_scores_where_the_kernel_of_torch_runs() -> None:
+    """GPT-OSS: a layer with a window of 16 tokens, and one without."""
+    config = GptOssConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=1000, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+    )  # fmt: skip
+    kernels = ("enable_flash_attention",)
+    profiler = Profiler(partial(GptOssForCausalLM, config), _LENGTH, PRESETS["H100"], "bf16", kernels=kernels)
+    records = profiler.profile(1, False).records[0]
+    for kind, pairs in ((0, 16 * _LENGTH), (1, _LENGTH**2 / 2)):
+        record = records["layer", 0, kind]
+        of_both = [
+            [each.flops for each in one.operators if each.kind == "attention"]
+            for one in (record.forward, record.backward)
+        ]
+        assert of_both == [[4 * 4 * 16 * pairs], [2.5 * 4 * 4 * 16 * pairs]]
 
 
 def test_experts_that_do_not_fit_on_a_rank_are_shared() -> None:

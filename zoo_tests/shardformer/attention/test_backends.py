@@ -146,7 +146,7 @@ def test_needs_of_a_model() -> None:
     assert needs_of(model, model.config, [], torch.device("cuda"), BF16, True).head_dims == (model.config.head_dim,)
 
 
-def test_sinks_keep_the_attention_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+def test_sinks_run_on_the_kernel_of_torch(caplog: pytest.LogCaptureFixture) -> None:
     """GPT-OSS: flash-attn 2 and 3 would leave out its sinks without a word, and so would SDPA."""
     backend._log_once.cache_clear()
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 8}
@@ -154,8 +154,12 @@ def test_sinks_keep_the_attention_of_the_model(caplog: pytest.LogCaptureFixture)
     model = transformers.GptOssForCausalLM(config)
     with flash_attn(2, 3):
         use_backend(model, True, torch.device("cuda"), BF16)
-    assert model.config._attn_implementation == "eager"
-    assert "keeps its own attention: transformers has no SDPA path for it; flash_attention_3 cannot do" in caplog.text
+    assert model.config._attn_implementation == "flash_varlen"
+    assert "runs flash_varlen: flash_attention_3 cannot do" in caplog.text
+    with pytest.raises(ValueError, match="'sdpa' cannot do what the model's attention needs"):
+        use_backend(model, "sdpa", torch.device("cuda"), BF16)
+    use_backend(model, True, torch.device("cuda"), torch.float32)
+    assert "keeps its own attention: transformers has no SDPA path for it" in caplog.text
 
 
 def test_towers_keep_kernels_of_their_own() -> None:

@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
 from shardformer import ShardConfig, ShardFormer
 from shardformer.attention import backend, recompute_attention
-from zoo_tests.harness.kernel_packages import Calls, flash_attn, torch_varlen
+from shardformer.attention.packed_documents import FlashWithSinks
+from shardformer.attention.registry import use_backend, use_sharded_attention
+from zoo_tests.harness.kernel_packages import Calls, flash_attn, torch_flash, torch_varlen
 from zoo_tests.harness.ranks import distributed
 
 FP16 = torch.float16
@@ -32,6 +34,11 @@ _MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "Llama": ("LlamaForCausalLM", _GROUPED, "sdpa"),
     "Mistral": ("MistralForCausalLM", {**_GROUPED, "sliding_window": 3}, "sdpa"),
     "Bert": ("BertForMaskedLM", {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "sdpa"),
+    "GptOss": (
+        "GptOssForCausalLM",
+        {**_GROUPED, "head_dim": 16, "sliding_window": 3, "num_local_experts": 2, "num_experts_per_tok": 1},
+        "eager",
+    ),
     "Gemma2": (
         "Gemma2ForCausalLM",
         {**_GROUPED, "head_dim": 16, "sliding_window": 3, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 7},
@@ -91,7 +98,7 @@ def _kernels(calls: Calls) -> set[str]:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", list(_MODELS))
+@pytest.mark.parametrize("name", [name for name in _MODELS if name != "GptOss"])
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_model_runs_on_flash_attn(version: int, name: str, padded: bool) -> None:
     """Causal and bidirectional, grouped heads, windows, soft-capped scores and own scales, with and without padding."""
@@ -172,6 +179,54 @@ def test_the_kernel_of_torch_runs_on_fake_tensors() -> None:
         told = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 4096, "max_length_k": 4096}
         found, _ = backend.varlen_attention(nn.Identity(), query, key, key, mask, is_causal=True, **told)
     assert found.shape == (1, 32768, 8, 64)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (2, 0), (-1, -1)])
+def test_sinks_scale_what_the_kernel_of_torch_finds(window: tuple[int, int]) -> None:
+    """In fp64, with every gradient: two documents, grouped heads, causal, windowed and bidirectional."""
+    generator, borders = torch.Generator().manual_seed(0), torch.tensor([0, 5, 12], dtype=torch.int32)
+    shapes = ((12, 4, 8), (12, 2, 8), (12, 2, 8), (4,))
+    inputs = [torch.randn(shape, generator=generator).double().requires_grad_() for shape in shapes]
+    query, key, value, sinks = inputs
+    with torch_flash():
+        found = FlashWithSinks.apply(*inputs, (borders, borders, 7, 7), 0.3, window)
+        factor = torch.randn(found.shape, generator=generator).double()
+        grads = torch.autograd.grad(found, inputs, factor)
+    rows = []
+    for tokens in (slice(0, 5), slice(5, 12)):
+        q, k, v = query[tokens], *(x[tokens].repeat_interleave(2, 1) for x in (key, value))
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        hidden = (distance < 0 if window[1] == 0 else distance < -99) | (
+            distance > window[0] if window[0] > 0 else False
+        )
+        scores = (torch.einsum("qhd,khd->hqk", q, k) * 0.3).masked_fill(hidden, -torch.inf)
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+        rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :-1], v))
+    expected = torch.cat(rows)
+    torch.testing.assert_close(found, expected)
+    for mine, plain in zip(grads, torch.autograd.grad(expected, inputs, factor), strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
+def test_a_model_with_sinks_runs_on_the_kernel_of_torch() -> None:
+    """Whole rows, causal and windowed, make no mask; padded ones run the model's own code."""
+    native, sharded = _model("GptOss"), _model("GptOss")
+    use_backend(sharded, True, torch.device("cuda"), FP16)
+    use_sharded_attention(sharded, None)
+    assert sharded.config._attn_implementation == "sharded_flash_varlen"
+    with torch_flash() as calls, mock.patch.object(backend.MaskIfRead, "mask", None):
+        _assert_alike(sharded, native, _batch("GptOss", padded=False))
+    assert [call["window_size"] for call in calls] == [(2, 0), (-1, 0)]
+    native.zero_grad(), sharded.zero_grad()
+    with torch_flash() as calls:
+        _assert_alike(sharded, native, _batch("GptOss"))
+        assert not calls
+        ids, found = _batch("GptOss", padded=False)["input_ids"], []
+        for model in (sharded, native):
+            prompt = model(ids, use_cache=True)
+            found.append(model(ids[:, :1], past_key_values=prompt.past_key_values, use_cache=True).logits)
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+    assert len(calls) == 2, "more than a prompt"
 
 
 class _OneRank:

@@ -242,12 +242,20 @@ def _block(family: str, hidden_size: int = 8, implementation: str = "eager") -> 
     return made
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("family", "implementation"), [("glm4_moe", "eager"), ("glm4_moe", "grouped_mm"), ("qwen2_moe", "eager")]
+)
 @distributed(2)
-def test_a_shared_expert_computes_while_tokens_are_on_their_way(family: str) -> None:
-    """In both passes, where the block calls it behind its other experts (GLM), and with the plain numbers."""
-    plain, events = _block(family), []
-    block, hidden = copy.deepcopy(plain), known(2, 5, 8, seed=dist.get_rank(), grad=True)
+def test_what_computes_while_tokens_are_on_their_way(family: str, implementation: str) -> None:
+    """A shared expert, in both passes, where the block calls it behind its other experts (GLM).
+
+    Gradients of weights, too, where experts run in grouped products. The numbers are the plain ones.
+    """
+    is_grouped = implementation == "grouped_mm"
+    plain, events = _block(family, 16, implementation), []
+    plain = plain.float() if is_grouped else plain
+    dtype, near = next(plain.parameters()).dtype, {"rtol": 1e-5, "atol": 1e-6} if is_grouped else EXACT
+    block, hidden = copy.deepcopy(plain), known(2, 5, 16, seed=dist.get_rank()).to(dtype).requires_grad_()
     mine = hidden.detach().clone().requires_grad_()
     config = ShardConfig(expert_parallel_process_group=dist.group.WORLD, enable_tensor_parallelism=False)
     shard_experts(block, config)
@@ -261,6 +269,8 @@ def test_a_shared_expert_computes_while_tokens_are_on_their_way(family: str) -> 
     shared = getattr(block, "shared_experts", None) or block.shared_expert
     shared.down_proj.register_forward_hook(lambda *_: events.append("shared"))
     shared.down_proj.register_full_backward_hook(lambda *_: events.append("shared"))
+    for weight in block.experts.parameters() if is_grouped else ():
+        weight.register_hook(lambda _: events.append("weight"))
     with mock.patch.object(collectives, "_start_exchange", told):
         outputs = block(mine), plain(hidden)
         forward = [events.pop(0) for _ in range(5)]
@@ -268,12 +278,17 @@ def test_a_shared_expert_computes_while_tokens_are_on_their_way(family: str) -> 
     outputs[1].square().sum().backward()
     before = family == "qwen2_moe"
     assert forward == (["shared", "start", "end"] if before else ["start", "shared", "end"]) + ["start", "end"]
-    assert before or events == ["start", "end", "start", "shared", "end"]
+    assert before or events == ["start", "end", "start", *["weight"] * 2 * is_grouped, "shared", "end"]
     for found, expected in ((outputs[0], outputs[1]), (mine.grad, hidden.grad)):
-        torch.testing.assert_close(found, expected, **EXACT)
+        torch.testing.assert_close(found, expected, **near)
+    for name, parameter in plain.experts.named_parameters():
+        of_rank = parameter.grad.clone()
+        dist.all_reduce(of_rank)  # each rank has tokens of its own
+        place = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+        torch.testing.assert_close(block.experts.get_parameter(name).grad, of_rank[place], **near)
     plain_shared = getattr(plain, "shared_experts", None) or plain.shared_expert
     for found, expected in zip(shared.parameters(), plain_shared.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, **EXACT)
+        torch.testing.assert_close(found.grad, expected.grad, **near)
 
 
 def _sonic(

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from transformers import (
 from booster import Booster
 from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.features.low_bits import multiply_in_fp8
+from shardformer.distributed import collectives
 from shardformer.matmul import float8
 from shardformer.matmul.float8 import FP8_RECIPES, Float8, RowsOfExperts, swizzled
 from shardformer.matmul.native import NATIVE
@@ -409,6 +411,75 @@ def test_weights_are_rounded_before_they_are_gathered(
     assert not nothing and gathered.get(torch.uint8, 0) == in_bytes
     if in_bytes:
         assert gathered[torch.bfloat16] < _MATRICES, "a layer is gathered in 16 bit"
+
+
+def _of_sequences(rounds: bool, family: str, options: dict[str, Any]) -> tuple[list[Any], dict[torch.dtype, int]]:
+    """Losses and weights of two steps under sequence parallelism; values that the second one gathers, by their dtype.
+
+    Rows of 21 tokens, which ranks pad. `rounds`: whether ranks round tokens and gradients before they gather them.
+    """
+    gathered = Counter[torch.dtype]()
+
+    def counted(out: Tensor, *args: Any, **kwargs: Any) -> Any:
+        gathered[out.dtype] += out.numel()
+        return native(out, *args, **kwargs)
+
+    native = collectives.all_gather_flat
+    with (
+        mock.patch.object(Float8, "gathers_rounded", rounds),
+        mock.patch.object(collectives, "all_gather_flat", counted),
+    ):
+        model, ids = _model(options, family), torch.randint(0, 96, (4, 21), generator=torch.Generator().manual_seed(1))
+        booster = Booster(plugin=HybridParallelPlugin(precision="fp8", enable_sequence_parallelism=True, **options))
+        model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+        found = []
+        for _ in range(2):
+            gathered.clear()
+            batch = iter([{"input_ids": ids, "labels": ids}])
+            loss = booster.execute_pipeline(batch, model, optimizer=optimizer).loss
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(torch.zeros(()) if loss is None else loss)
+    counts = dict(gathered)
+    with model.summon_full_params():
+        return [*found, *(param.detach().clone() for param in model.parameters())], counts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "family", "options", "passes"),
+    [
+        (2, "llama", {"tp_size": 2}, 2),
+        pytest.param(2, "llama", {"tp_size": 2, "gradient_checkpointing": "full"}, 3, marks=pytest.mark.slow),
+        pytest.param(2, "llama", {"tp_size": 2, "gradient_checkpointing": "operators"}, 3, marks=pytest.mark.slow),
+        pytest.param(2, "gpt2", {"tp_size": 2}, 2, marks=pytest.mark.slow),
+        pytest.param(4, "llama", {"tp_size": 4}, 2, marks=pytest.mark.slow),
+        pytest.param(4, "llama", {"tp_size": 2, "zero_stage": 3}, 2, marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            "llama",
+            {"tp_size": 2, "pp_size": 2, "pp_style": "zero_bubble", "num_microbatches": 4},
+            2,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2,
+            "llama",
+            {"tp_size": 2, "fp8_recipe": "rowwise", "gradient_checkpointing": "operators"},
+            0,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_tokens_are_rounded_before_they_are_gathered(
+    ranks: int, family: str, options: dict[str, Any], passes: int
+) -> None:
+    """Bits are those of tokens that are rounded after it; `passes`: through both regions of two layers, in 8 bit."""
+    expected, wide = run_on_ranks(ranks, _of_sequences, False, family, options)[0]
+    found, narrow = run_on_ranks(ranks, _of_sequences, True, family, options)[0]
+    assert all(map(torch.equal, found, expected))
+    tokens = 4 * (21 + -21 % options["tp_size"]) * 64
+    assert narrow.get(torch.uint8, 0) - wide.get(torch.uint8, 0) == passes * 2 * 2 * tokens
+    assert wide[torch.bfloat16] - narrow[torch.bfloat16] == passes * 2 * 2 * tokens
 
 
 def test_heads_and_embeddings_keep_their_precision() -> None:

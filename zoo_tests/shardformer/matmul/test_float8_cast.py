@@ -39,7 +39,7 @@ def check() -> None:
     torch.manual_seed(0)
     for shape, dtype, is_gradient, size in product(SHAPES, (torch.bfloat16, torch.float32), (False, True), SIZES):
         x = (torch.randn(shape) * SIZES[size]).to(dtype)
-        expected, (values, columns, scale) = Rounded(x, is_gradient), round_on_gpus()(x, is_gradient)
+        expected, (values, columns, scale) = Rounded(x, is_gradient), round_on_gpus()(x, is_gradient, None)
         bits, case = expected.values.view(torch.uint8), f"{shape} {dtype} {is_gradient} {size}"
         assert torch.equal(scale, expected.scale), case
         assert torch.equal(values.view(torch.uint8), bits) and torch.equal(columns.view(torch.uint8), bits.t()), case
