@@ -34,8 +34,7 @@ from booster.integrations import prepared_loader
 from booster.integrations.accelerate_state import ReplicaValues, StateFolders
 from booster.integrations.arguments import asked_of_launch, check_accelerator, check_release
 from booster.integrations.fused_head import FusedHead
-from booster.integrations.metrics import join_metrics
-from booster.integrations.replicas import Replicas
+from booster.integrations.replicas import Replicas, join_metrics
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin, load_plugin
 from booster.wrappers import ModelWrapper, OptimizerWrapper

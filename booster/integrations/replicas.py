@@ -1,14 +1,19 @@
 """Values of all data-parallel replicas: what `gather` and `reduce` of other libraries mean under any layout.
 
 The ranks of one replica (tensor, pipeline and context parallel) have the same batch and the same outputs, so that only
-one of them counts.
+one of them counts. Metrics of torchmetrics count each sample once, and join lists of states of any lengths, where
+torchmetrics alone joins the states of all ranks, and only lists as long on each of them.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +22,7 @@ from torch import Tensor
 
 from booster.errors import ConfigurationError
 from booster.plugin import Plugin
+from booster.takeover import AfterImport
 from shardformer.distributed.process_groups import broadcast_json, world_group
 from shardformer.utils.typed_json import from_json, to_json
 
@@ -228,3 +234,58 @@ class ReplicaMeans(Tensor):
             return values.mean(*args, **kwargs)
         shares = (self.rows / self.rows.sum()).to(values.dtype)
         return (values.where(self.rows > 0, 0) * shares).sum()  # the mean over no samples is nan
+
+
+_MODULE = "torchmetrics.metric"
+_replicas: Replicas | None = None  # of the layout that came last
+_has_all_samples = False
+
+
+def join_metrics(replicas: Replicas) -> None:
+    """Have metrics without a process group join their states over these replicas, also if imported later."""
+    global _replicas
+    is_first, _replicas = _replicas is None, replicas
+    if is_first and _MODULE in sys.modules:
+        _take(sys.modules[_MODULE])
+    elif is_first:
+        sys.meta_path.insert(0, AfterImport((_MODULE,), _take))
+
+
+@contextmanager
+def of_all_samples() -> Iterator[None]:
+    """Join no states here: each replica has been given the samples of all of them."""
+    global _has_all_samples
+    before, _has_all_samples = _has_all_samples, True
+    try:
+        yield
+    finally:
+        _has_all_samples = before
+
+
+def _take(module: ModuleType) -> None:
+    """Change how metrics join their states."""
+    join = module.Metric.sync
+
+    @wraps(join)
+    def sync(metric: Any, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **options: Any) -> None:
+        group, function = process_group or metric.process_group, dist_sync_fn or metric.dist_sync_fn
+        if not dist.is_initialized() or group is not None or function is not None or metric._is_synced:
+            join(metric, dist_sync_fn, process_group, *args, **options)
+        elif _replicas.size > 1 and not _has_all_samples and (args or (options.get("should_sync", True),))[0]:
+            metric._cache, metric._is_synced = metric._copy_state_dict(), True
+            for name, reduction in metric._reductions.items():
+                setattr(metric, name, _joined(getattr(metric, name), reduction))
+
+    module.Metric.sync = sync
+
+
+def _joined(state: Tensor | list[Any], reduction: Callable[[Any], Any] | None) -> Any:
+    """Return a state of all replicas: a tensor, or the values of a list, which may have other numbers of them."""
+    is_list = isinstance(state, list)
+    device = next((each.device for each in (state if is_list else [state]) if isinstance(each, Tensor)), "cpu")
+    values = _replicas.gather_objects(map_tensors(Tensor.detach, state if is_list else [state]))
+    values = map_tensors(lambda each: each.to(device), values)
+    if not values:
+        return []
+    values = values if is_list else torch.stack(values)
+    return values if reduction is None else reduction(values)

@@ -22,8 +22,14 @@ from torch import Tensor, nn
 from booster.integrations import arguments
 from booster.integrations.fused_head import AdapterReference
 from booster.integrations.trainer_accelerator import LossInProgress
-from booster.integrations.trl_rollouts import CheckedRewards, ToolsOfFirstRank, rollout_of_first_rank
-from booster.integrations.trl_server import announced, merged_weights, served
+from booster.integrations.trl_server import (
+    CheckedRewards,
+    ToolsOfFirstRank,
+    announced,
+    merged_weights,
+    rollout_of_first_rank,
+    served,
+)
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 

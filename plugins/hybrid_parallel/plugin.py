@@ -21,7 +21,7 @@ from booster.errors import ConfigurationError, checks_arguments
 from booster.plugin import CheckpointIO, PipelineResult, Plugin, TrainingObjects
 from plugins.hybrid_parallel.config.options import HybridParallelConfig, is_planned, options_at
 from plugins.hybrid_parallel.data.checks import check_batch_size
-from plugins.hybrid_parallel.data.loading import Loading
+from plugins.hybrid_parallel.data.dataloader import Loading
 from plugins.hybrid_parallel.data.microbatch import as_batch, next_batch
 from plugins.hybrid_parallel.distributed.agreement import naming_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, announce_grid, build_mesh, in_blocks, ranks_of

@@ -19,8 +19,8 @@ MUTATING = {
 # "file:name" -> why this state belongs to the process.
 ALLOWED = {
     "booster/failure/hooks.py:_Process": "hooks of the interpreter, and the monitor that they report to",
-    "booster/integrations/metrics.py:_replicas": "torchmetrics' own functions take no layout",
-    "booster/integrations/metrics.py:_has_all_samples": "set by a context manager",
+    "booster/integrations/replicas.py:_replicas": "torchmetrics' own functions take no layout",
+    "booster/integrations/replicas.py:_has_all_samples": "set by a context manager",
     "booster/failure/stack_probe.py:_WAITING_CODE": "filled by a decorator, when modules are imported",
     "plugins/hybrid_parallel/compat/deepspeed_3d/patches.py:_reading": "a ContextVar: set by a context manager",
     "plugins/hybrid_parallel/distributed/local_ranks.py:_of_thread": "of a thread: torch's functions take no world",

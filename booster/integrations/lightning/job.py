@@ -30,8 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from booster.booster import Booster
 from booster.errors import ConfigurationError
 from booster.integrations.lightning.inner_model import ReplicaShares, boosted_in
-from booster.integrations.metrics import join_metrics
-from booster.integrations.replicas import Replicas
+from booster.integrations.replicas import Replicas, join_metrics
 from booster.launch import launch_from_torch, place_from_environment
 from booster.plugin import Plugin
 from shardformer.distributed.process_groups import broadcast_json, world_group

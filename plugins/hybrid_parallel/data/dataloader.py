@@ -15,7 +15,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -25,13 +26,20 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from booster.data import PackingCollator
 from booster.errors import ConfigurationError
+from booster.logging import get_logger
 from plugins.hybrid_parallel.data import sharded_sampler
-from plugins.hybrid_parallel.data.checks import check_same_data, check_shareable, is_shared_out
+from plugins.hybrid_parallel.data.checks import ReplicaCheck, check_same_data, check_shareable, is_shared_out
 from plugins.hybrid_parallel.data.microbatch import without_rows
 from plugins.hybrid_parallel.data.random_stream import LoadingStream, OrderStream, ReplicaCollate
 from plugins.hybrid_parallel.distributed.agreement import raise_on_all_ranks
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh, control_group
+from shardformer.distributed.process_groups import broadcast_json
 from shardformer.utils.typed_json import from_json, to_json
+
+if TYPE_CHECKING:
+    from plugins.hybrid_parallel.data.dataloader import ShardedDataLoader
+
+_log = get_logger(__name__)
 
 LOADER_OPTIONS = (
     "num_workers",
@@ -337,3 +345,46 @@ def shard_dataloader_on_all_ranks(dataloader: DataLoader, mesh: HybridMesh, orde
         sharded.given = dataloader
         check_same_data(dataloader, group)
     return sharded
+
+
+class Loading:
+    """Data loading of a plugin.
+
+    Args:
+        seed: seed of the sample order; None to use rank 0's default random states when it boosts a loader, which a
+            plain loader would also draw from.
+    """
+
+    def __init__(self, mesh: HybridMesh, seed: int | None) -> None:
+        self.mesh, self.seed = mesh, seed
+        self.first_batches = ReplicaCheck(mesh)
+
+    @cached_property
+    def order(self) -> OrderStream:
+        """Random stream of the sample order for loaders without a generator of the user, the same on all ranks."""
+        return OrderStream() if self.seed is None else OrderStream.seeded(self.seed)
+
+    def _follow_default(self) -> None:
+        """Let the order continue from rank 0's default random states if the script has drawn from them."""
+        if self.seed is None:
+            state = None if self.order.is_current else LoadingStream().state_dict()
+            state = broadcast_json(state and to_json(state, "the random state"), control_group())
+            if state is not None:
+                self.order.load_state_dict(from_json(state))
+
+    def shard(self, dataloader: DataLoader) -> ShardedDataLoader:
+        """Return a loader of this rank's share; all ranks call it; refuses one that cannot be sharded or differs."""
+        # Imported here to defer the import of accelerate.
+        from plugins.hybrid_parallel.data.dataloader import shard_dataloader_on_all_ranks
+
+        self._follow_default()
+        if not isinstance(dataloader.dataset, IterableDataset) and not len(dataloader):
+            _log.warning(
+                "the DataLoader has no batches: %d samples, batch_size=%s, drop_last=%s",
+                len(dataloader.dataset),
+                dataloader.batch_size,
+                dataloader.drop_last,
+            )
+        sharded = shard_dataloader_on_all_ranks(dataloader, self.mesh, self.order)
+        sharded.on_iteration = self.first_batches.count_iteration
+        return sharded

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from booster.errors import ConfigurationError
 from booster.integrations.accelerate import Accelerator
-from booster.integrations.metrics import of_all_samples
+from booster.integrations.replicas import of_all_samples
 from booster.integrations.trainer_accelerator import Samples, TrainerAccelerator
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.booster.integrations.accelerate_loop import bert, collate, fresh_accelerate, samples

@@ -1,6 +1,6 @@
 """A boosted Trainer logs what one plain process with the same global batch logs, and leaves the same weights.
 
-What breaks here first: a mean of replicas' means (`booster/integrations/trainer_loss.py`), which shows in dp2 where the
+What breaks here first: a mean of replicas' means (`booster/integrations/transformers.py`), which shows in dp2 where the
 last batch is short; or a batch that a layout shares out in another order.
 """
 

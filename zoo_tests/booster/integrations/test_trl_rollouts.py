@@ -1,6 +1,6 @@
 """Rewards and tools on several ranks: one rank runs a tool for its replica, and a wrong reward is said on all ranks.
 
-What breaks here first: a rank that goes on alone. Look in `booster/integrations/trl_rollouts.py`.
+What breaks here first: a rank that goes on alone. Look in `booster/integrations/trl_server.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from booster.errors import ConfigurationError
 from booster.integrations.replicas import Replicas
-from booster.integrations.trl_rollouts import CheckedRewards, ToolsOfFirstRank
+from booster.integrations.trl_server import CheckedRewards, ToolsOfFirstRank
 from plugins.hybrid_parallel import HybridParallelPlugin
 from zoo_tests.harness.ranks import distributed
 

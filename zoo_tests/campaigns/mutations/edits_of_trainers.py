@@ -16,7 +16,7 @@ _TRL_RESUMED = f"{_TESTS}/test_trl_checkpoints.py::test_training_goes_on_in_anot
 
 EDITS_OF_TRAINERS: dict[str, Edit] = {
     "Trainer: shares of replicas weigh the same": Edit(
-        "booster.integrations.trainer_loss",
+        "booster.integrations.transformers",
         "weight = rows * self.accelerator.replicas.size / max(total, 1)",
         "weight = 1.0",
         (
@@ -28,19 +28,19 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         ),
     ),
     "Trainer: the label smoother counts the labels of one replica": Edit(
-        "booster.integrations.trainer_loss",
+        "booster.integrations.transformers",
         "items = self.accelerator.reduce(counted.ne(smoother.ignore_index).sum())",
         "items = replicas * counted.ne(smoother.ignore_index).sum()",
         (f"{_TRAINER}[t5 smoothed and generated-dp2]",),
     ),
     "Trainer: no label smoothing": Edit(
-        "booster.integrations.trainer_loss",
+        "booster.integrations.transformers",
         "return smoother(outputs, labels, shift_labels, num_items_in_batch=num_items_in_batch)",
         "return type(smoother)(epsilon=0.0)(outputs, labels, shift_labels, num_items_in_batch=num_items_in_batch)",
         (f"{_TRAINER}[t5 smoothed-dp2]",),
     ),
     "Trainer: sums divided by the items of all replicas are averaged": Edit(
-        "booster.integrations.trainer_loss",
+        "booster.integrations.transformers",
         "            loss = loss * replicas\n",
         "            pass\n",
         (f"{_TRAINER}[sum over a step-dp2]",),
@@ -70,13 +70,13 @@ EDITS_OF_TRAINERS: dict[str, Edit] = {
         (f"{_GENERATION}::test_replicas_log_what_one_process_logs_of_their_completions[grpo bnpo-4]",),
     ),
     "TRL: each rank runs its tools": Edit(
-        "booster.integrations.trl_rollouts",
+        "booster.integrations.trl_server",
         "return self._trainer.accelerator.replicas.on_first_rank(lambda: self._run(function, args, kwargs))",
         "return self._run(function, args, kwargs)",
         (f"{_ROLLOUTS}::test_one_rank_runs_the_tools_of_a_replica",),
     ),
     "TRL: a rank keeps its wrong rewards to itself": Edit(
-        "booster.integrations.trl_rollouts",
+        "booster.integrations.trl_server",
         "self._replicas.raise_on_all_ranks(problem, cause)",
         "assert problem is None, cause",
         (f"{_ROLLOUTS}::test_a_wrong_reward_is_said_on_all_ranks",),
