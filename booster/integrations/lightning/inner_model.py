@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 from booster.booster import Booster
 from booster.data.rows import main_input_of, rows_of_call, unknown_rows
 from booster.errors import ConfigurationError
+from booster.integrations.lightning import checks
+from booster.integrations.lightning.checks import boosted_inside
 from booster.integrations.replicas import Replicas
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 
@@ -75,18 +77,6 @@ _OVER_SAMPLES = ("mean", "avg", "sum")  # reductions over an epoch to which no s
 _LIBRARIES = ("torch", "transformers", "peft", "trl", "lightning", "pytorch_lightning")
 
 
-def boosted_inside(module: nn.Module) -> ModelWrapper | None:
-    """Return the boosted model: the module itself, or an attribute of a LightningModule; None before it is boosted."""
-    if isinstance(module, ModelWrapper):
-        return module
-    return next((child for child in module.children() if isinstance(child, ModelWrapper)), None)
-
-
-def attribute_of_boosted(module: nn.Module) -> str:
-    """Return the name of the attribute that holds the boosted model."""
-    return next(name for name, child in module.named_children() if isinstance(child, ModelWrapper))
-
-
 def bind_own_methods(boosted: ModelWrapper) -> None:
     """Bind methods of the user's classes that do not call `super()` to the boosted model."""
     inner = boosted.unwrap()
@@ -117,8 +107,8 @@ def connect(module: LightningModule, shares: ReplicaShares) -> None:
     module.zero_grad = partial(_zero_grad, module)  # Trainer calls it before a validation; it reads `param.grad`
     module.toggle_optimizer = partial(_toggle_optimizer, module)
     module.untoggle_optimizer = partial(_untoggle_optimizer, module)
-    module.register_state_dict_pre_hook(_refuse_shards)
-    module.register_load_state_dict_pre_hook(_refuse_whole_weights)
+    module.register_state_dict_pre_hook(checks.refuse_shards)
+    module.register_load_state_dict_pre_hook(checks.refuse_whole_weights)
 
 
 def _log(module: LightningModule, shares: ReplicaShares, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -151,30 +141,6 @@ def _untoggle_optimizer(module: LightningModule, optimizer: Any) -> None:
     for param, requires_grad in module._param_requires_grad_state.items():
         param.requires_grad = requires_grad
     module._param_requires_grad_state = {}
-
-
-def _refuse_shards(module: LightningModule, *given: Any) -> None:
-    """Refuse a state dict of shards: it looks whole, and other code writes it to a file."""
-    if _has_part(module):
-        raise ConfigurationError(
-            f"{type(module).__name__}.state_dict() would have this rank's part of self.{attribute_of_boosted(module)} "
-            "alone; on all ranks call trainer.strategy.whole_state_dict(), which returns the whole one, "
-            "trainer.strategy.save_model(directory) or trainer.save_checkpoint(path)"
-        )
-
-
-def _refuse_whole_weights(module: LightningModule, *given: Any) -> None:
-    if _has_part(module):
-        raise ConfigurationError(
-            f"{type(module).__name__}.load_state_dict() takes whole weights, of which this rank has a part; on all "
-            f"ranks call trainer.strategy.booster.load_model(self.{attribute_of_boosted(module)}, directory), or load "
-            "the weights before training"
-        )
-
-
-def _has_part(module: LightningModule) -> bool:
-    model = boosted_inside(module)
-    return model is not None and not getattr(model, "is_whole", True)
 
 
 class NamedOptimizer(OptimizerWrapper):

@@ -21,14 +21,9 @@ from torch.optim import Optimizer
 
 from booster.booster import Booster
 from booster.errors import ConfigurationError
-from booster.integrations.lightning import job
-from booster.integrations.lightning.inner_model import (
-    attribute_of_boosted,
-    boost_inside,
-    boosted_in,
-    boosted_inside,
-    without_model,
-)
+from booster.integrations.lightning import checks, job
+from booster.integrations.lightning.checks import attribute_of_boosted, boosted_inside
+from booster.integrations.lightning.inner_model import boost_inside, boosted_in, without_model
 from booster.plugin import Plugin
 from booster.wrappers import ModelWrapper, OptimizerWrapper
 
@@ -44,14 +39,14 @@ class TrainerMethods(job.JobMethods, TrainerStrategy):
 
     def connect(self, model: LightningModule) -> None:
         """Take the LightningModule, and keep Trainer from replacing samplers: loaders are shared out here."""
-        job.check_module(model)
+        checks.check_module(model)
         model.trainer._accelerator_connector.use_distributed_sampler = False
         super().connect(model)
 
     def setup_environment(self) -> None:
         """Prepare this rank's device; callbacks are known by now, and have not been set up."""
         if self.lightning_module is not None:
-            job.check_callbacks(self.lightning_module.trainer)
+            checks.check_callbacks(self.lightning_module.trainer)
         super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
@@ -93,7 +88,7 @@ class TrainerMethods(job.JobMethods, TrainerStrategy):
         """Return a loader of this replica's share; a loader of the sanity check leaves the order of samples alone."""
         trainer = self.lightning_module.trainer
         if trainer.predicting:
-            job.check_predictions(trainer, dataloader)
+            checks.check_predictions(trainer, dataloader)
         loader = super().process_dataloader(dataloader)
         order = getattr(loader, "order", None)
         if trainer.sanity_checking and order is not None and self._order is None:
@@ -137,8 +132,8 @@ class TrainerMethods(job.JobMethods, TrainerStrategy):
         Raises:
             ConfigurationError: if the loss does not depend on the boosted model, or an option cannot hold.
         """
-        job.check_options_of_backward("backward()", args, kwargs)
-        job.check_loss(closure_loss, "self.model")
+        checks.check_options_of_backward("backward()", args, kwargs)
+        checks.check_loss(closure_loss, "self.model")
         module, plugin = self.lightning_module, self.precision_plugin
         loss, *count = closure_loss if isinstance(closure_loss, tuple) else (closure_loss,)
         if self._count is not None and module.automatic_optimization:
@@ -218,8 +213,8 @@ class FabricMethods(job.JobMethods, FabricStrategy):
     def fabric_precision(self, given: Precision) -> Precision:
         """Return the precision of forward passes, the plugin's, or refuse another one."""
         plugin = self.booster.plugin
-        job.check_precision(given, plugin)
-        if not job.autocasts(given, plugin):
+        checks.check_precision(given, plugin)
+        if not checks.autocasts(given, plugin):
             return Precision()
         if plugin.mesh["pp"].size() > 1:
             raise ConfigurationError(
@@ -261,13 +256,13 @@ class FabricMethods(job.JobMethods, FabricStrategy):
         self, tensor: Tensor | tuple[Tensor, Any], module: nn.Module | None = None, *args: Any, **kwargs: Any
     ) -> None:
         """Compute gradients of a loss, a mean or (sum, count), under any layout."""
-        job.check_options_of_backward("fabric.backward()", args, kwargs)
+        checks.check_options_of_backward("fabric.backward()", args, kwargs)
         if not self._set_up:
             raise ConfigurationError(
                 "fabric.backward() finds no optimizer; set it up together with its model, as in model, optimizer = "
                 "fabric.setup(model, optimizer)"
             )
-        job.check_loss(tensor, "the model that fabric.setup() returned")
+        checks.check_loss(tensor, "the model that fabric.setup() returned")
         model = None if module is None else boosted_inside(module)
         own = None if model is None else next(iter(getattr(model, "optimizers", ())), None)
         self.booster.backward(tensor, own or boosted_in(self._set_up[0]))
@@ -490,11 +485,10 @@ class HybridParallelStrategy(TrainerMethods, FabricMethods):
     @precision_plugin.setter
     def precision_plugin(self, given: Any) -> None:
         if given is not None:
-            job.check_precision(given, self.booster.plugin)
+            if not isinstance(given, job.BoostedPrecision):
+                checks.check_precision(given, self.booster.plugin)
+                given = job.BoostedPrecision(given, self.booster.plugin)
             self._methods = TrainerMethods
-            given = (
-                given if isinstance(given, job.BoostedPrecision) else job.BoostedPrecision(given, self.booster.plugin)
-            )
         self._precision_plugin = given
 
     @property

@@ -116,7 +116,7 @@ EDITS_OF_INTEGRATIONS: dict[str, Edit] = {
         (f"{_FITS}[bert-tp2pp2]",),
     ),
     "metrics gathered from all ranks": Edit(
-        f"{_HERE}.metrics",
+        f"{_HERE}.replicas",
         "if not dist.is_initialized() or group is not None or function is not None or metric._is_synced:\n",
         "if True:\n",
         (f"{_FITS}[bert-tp2pp2]",),
