@@ -4,6 +4,9 @@
         [--together] [--log FILE] [--minutes N]
         [--output docs/results/switches.md]
 
+Ranks are threads of this process, which costs a tenth of processes. What is neither exact nor refused on threads is
+trained again on processes, whose verdict counts.
+
 A tiny model of one class of each family is trained plainly with one field of its configuration changed, and sharded:
 the loss and every gradient are compared. Fields are truth values; names, with the values that the sources of the family
 compare them with; numbers of key heads; sizes that may be absent; and factors of 1. A change after which the
@@ -17,6 +20,7 @@ not train plainly, or is not exact, halves of the switches are tried, down to on
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import inspect
 import re
@@ -34,6 +38,7 @@ from zoo_tests.campaigns.census.classes import HeadClass, head_classes
 from zoo_tests.campaigns.census.trained import PlainRun, plain_run, refusal, sharded_verdict
 from zoo_tests.campaigns.census.verdict import EXACT, add_row, kind_of, read_rows
 from zoo_tests.campaigns.switches_page import AND, PLAIN, TOGETHER, page, read_kept, with_rows, write_kept
+from zoo_tests.harness.poison import poison_fresh_memory
 from zoo_tests.harness.ranks import stop_pools
 
 LAYOUTS = ("tp2", "pp2")
@@ -209,7 +214,17 @@ def judge(plain: PlainRun, head: HeadClass, switch: Switch | Switches, layouts: 
     if switch.counts_keys:
         layouts = [layout for layout in layouts if layout != "pp2"] or layouts
     has_experts = next(expert_modules(switched.case.tiny_model.build()), None) is not None
-    return {layout: sharded_verdict(head, layout, switched) for layout in layouts if layout != "ep2" or has_experts}
+    return {
+        layout: _verdict(head, layout, switched) for layout in layouts if not layout.startswith("ep2") or has_experts
+    }
+
+
+def _verdict(head: HeadClass, layout: str, plain: PlainRun) -> str:
+    """The verdict on threads, or on processes where that is neither exact nor refused."""
+    gc.collect()
+    gc.freeze()  # imported models, which a collection would walk through
+    verdict = sharded_verdict(head, layout, plain, on_threads=True)
+    return verdict if kind_of(verdict) in (EXACT, "refused") else sharded_verdict(head, layout, plain)
 
 
 def judge_together(
@@ -227,7 +242,7 @@ def judge_together(
         for layout, said in found.items()
         if said == EXACT
         or len(switches.each) == 1
-        or (kind_of(said) == "refused" and said == sharded_verdict(head, layout, plain))
+        or (kind_of(said) == "refused" and said == _verdict(head, layout, plain))
     }
     if told:
         yield str(switches), told
@@ -296,6 +311,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long; the same command goes on")
     parser.add_argument("--output", type=Path, help="page to write")
     given = parser.parse_args()
+    poison_fresh_memory()
     entries = read_rows(given.log)
     known = {f"{name.partition('/')[0]} {switch}" for name, switch, _ in entries}
     families: dict[str, list[HeadClass]] = {}

@@ -6,14 +6,18 @@ the family. `python -m zoo_tests.campaigns.switches` turns every switch of every
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from plugins.hybrid_parallel.setup import model as setup
 from zoo_tests.campaigns.census.classes import HeadClass
-from zoo_tests.campaigns.census.verdict import EXACT
+from zoo_tests.campaigns.census.trained import PlainRun, plain_run, sharded_verdict
+from zoo_tests.campaigns.census.verdict import EXACT, kind_of
 from zoo_tests.campaigns.switches import Switch, judge, source_of, subject_of, switches_of
 from zoo_tests.campaigns.switches_page import page, read_kept, with_rows
+from zoo_tests.harness.ranks import run_on_ranks
 
 _CASES = [
     ("olmoe", "OlmoeForCausalLM", Switch(("clip_qkv",), 0.1), "tp2"),  # in place
@@ -77,3 +81,19 @@ def test_the_page_counts_what_was_kept_and_a_family_that_is_tried_again_once() -
 
 def test_the_page_is_that_of_what_is_kept() -> None:
     assert page(read_kept()) == (Path(__file__).parents[2] / "docs/results/switches.md").read_text(encoding="utf-8")
+
+
+def test_threads_tell_what_processes_tell_and_a_refusal_ends_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = HeadClass("codegen", "CodeGenForCausalLM")
+    plain = plain_run(head)
+    assert isinstance(plain, PlainRun)
+    processes = run_on_ranks(2, os.getpid)
+    verdicts = [
+        [sharded_verdict(head, layout, plain, on_threads=on_threads) for layout in ("cp2", "sp2")]
+        for on_threads in (False, True)
+    ]
+    assert verdicts[0] == verdicts[1] and [kind_of(each) for each in verdicts[0]] == ["refused", EXACT]
+    assert run_on_ranks(2, os.getpid) == processes
+    # What fails, or trains otherwise, is told of threads too.
+    monkeypatch.setattr(setup, "count_own_targets", lambda model: 1 / 0)
+    assert sharded_verdict(head, "sp2", plain, on_threads=True) == "ZeroDivisionError: division by zero"

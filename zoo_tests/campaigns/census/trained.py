@@ -18,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.data.microbatch import split_batch
+from plugins.hybrid_parallel.distributed.local_ranks import run_on_threads
 from plugins.hybrid_parallel.setup.input_checks import has_batch_norms, mixed_samples
+from plugins.hybrid_parallel.setup.optimizer import build_trained
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compare
 from plugins.hybrid_parallel.verify.propose import share_cut
 from plugins.hybrid_parallel.verify.random_batch import distance_from_wave
@@ -33,7 +35,7 @@ from plugins.hybrid_parallel.verify.train import (
 from zoo_tests.campaigns.census.classes import HeadClass, training_refused
 from zoo_tests.campaigns.census.verdict import EXACT, NO_ANSWER, NO_PLAN, Share, Verdict
 from zoo_tests.harness.case import Layout
-from zoo_tests.harness.ranks import RankError, run_on_ranks
+from zoo_tests.harness.ranks import RankError, run_on_ranks, under_load
 
 _ROWS, _STEPS = 6, 2
 _TIMEOUT_S = 90.0  # on a machine that does something else, too
@@ -108,9 +110,14 @@ def _trained(head: HeadClass, criterion: Any) -> PlainRun | str:
         return _text(error)
 
 
-def sharded_verdict(head: HeadClass, layout: str, plain: PlainRun, **options: Any) -> str:
-    """ "exact" if all losses and the first gradients agree, or the reason; `options` are further ones of the plugin."""
-    return sharded_run(head, layout, plain, **options)[0]
+def sharded_verdict(head: HeadClass, layout: str, plain: PlainRun, on_threads: bool = False, **options: Any) -> str:
+    """ "exact" if all losses and the first gradients agree, or the reason.
+
+    Args:
+        on_threads: ranks are threads of this process, which costs less than processes that send their traces.
+        options: further ones of the plugin.
+    """
+    return sharded_run(head, layout, plain, on_threads, **options)[0]
 
 
 class AllInDouble(TorchFunctionMode):
@@ -126,10 +133,12 @@ class AllInDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def sharded_run(head: HeadClass, layout: str, plain: PlainRun, **options: Any) -> tuple[str, list[Trace]]:
+def sharded_run(
+    head: HeadClass, layout: str, plain: PlainRun, on_threads: bool = False, **options: Any
+) -> tuple[str, list[Trace]]:
     """The verdict under a layout, and what the ranks recorded; see `sharded_verdict`."""
     is_double = plain.case.tiny_model.dtype is torch.float64
-    reason, ranks, worst = _run(layout, plain, TOLERANCES["fp64"] if is_double else TOLERANCE, options)
+    reason, ranks, worst = _run(layout, plain, TOLERANCES["fp64"] if is_double else TOLERANCE, options, on_threads)
     # Gradients of a criterion may be small against activations, and so against what single precision rounds.
     limit = math.inf if plain.criterion else _MAY_BE_ROUNDING
     for precision in (AllInDouble,) if is_double else (nullcontext, AllInDouble):
@@ -141,7 +150,7 @@ def sharded_run(head: HeadClass, layout: str, plain: PlainRun, **options: Any) -
                 plain = PlainRun(case, train_reference(case), plain.criterion)
         except Exception:  # it does not train in fp64
             break
-        reason, ranks, worst = _run(layout, plain, _EXACT_IN_FP64, options, precision)
+        reason, ranks, worst = _run(layout, plain, _EXACT_IN_FP64, options, on_threads, precision)
     return reason, ranks
 
 
@@ -150,6 +159,7 @@ def _run(
     plain: PlainRun,
     tolerance: Tolerance,
     options: dict[str, Any],
+    on_threads: bool = False,
     precision: Callable[[], AbstractContextManager] = nullcontext,
 ) -> tuple[str, list[Trace], float]:
     """The verdict, what the ranks recorded, and the largest difference in units of the tolerance."""
@@ -165,10 +175,9 @@ def _run(
     if plain.criterion:
         tolerance = replace(tolerance, floor=tolerance.floor * min(_largest_gradient(plain.trace), 1.0))
     try:
-        ranks = run_on_ranks(sizes.world_size, trained_or_refused, case, precision, timeout_s=_TIMEOUT_S)
+        ranks = (_on_threads if on_threads else _on_processes)(sizes.world_size, case, precision)
     except RankError as error:
-        lines = [line for line in str(error).splitlines() if "Error: " in line]
-        return _short(lines[-1] if lines else NO_ANSWER), [], 0.0
+        return _short(error), [], 0.0
     refusals = [each for each in ranks if isinstance(each, str)]
     if refusals:
         return _short(refusals[0]), [], 0.0
@@ -176,6 +185,25 @@ def _run(
     losses, gradients, _ = verdict.worst
     worst = max(losses.value / tolerance.loss, gradients.value / tolerance.tensor)
     return EXACT if worst < 1 else _short(verdict.first.text), ranks, worst
+
+
+def _on_processes(world_size: int, *task: Any) -> list[Trace | str]:
+    """What ranks that are processes return of `trained_or_refused`; a `RankError` has the last line of the first."""
+    try:
+        return run_on_ranks(world_size, trained_or_refused, *task, timeout_s=_TIMEOUT_S)
+    except RankError as error:
+        lines = [line for line in str(error).splitlines() if "Error: " in line]
+        raise RankError(lines[-1] if lines else NO_ANSWER) from None
+
+
+def _on_threads(world_size: int, *task: Any) -> list[Trace | str]:
+    """What ranks that are threads return; a `RankError` has the first line of the first that fails."""
+    try:
+        return run_on_threads(trained_or_refused, world_size, *task, timeout_s=under_load(_TIMEOUT_S))
+    except TimeoutError:
+        raise RankError(NO_ANSWER) from None
+    except Exception as error:  # any of a thousand classes may fail in its own way
+        raise RankError(traceback.format_exception_only(error)[0]) from None
 
 
 @dataclass(frozen=True)
@@ -206,12 +234,12 @@ class _InShares:
 
 
 def trained_or_refused(case: VerifyCase, precision: Callable[[], AbstractContextManager] = nullcontext) -> Trace | str:
-    """Train on this rank; the sentence if `boost` refuses, on all ranks, which can then go on with another class."""
+    """Train on this rank; the sentence if the model is refused, on all ranks, which can then train another class."""
     try:
         with precision():
             return train_on_rank(case)
     except ConfigurationError as error:
-        if not any(frame.name == "boost" for frame in traceback.extract_tb(error.__traceback__)):
+        if not any(frame.name == build_trained.__name__ for frame in traceback.extract_tb(error.__traceback__)):
             raise  # messages of other ranks may be on their way
         return f"booster.errors.ConfigurationError: {error}"
 
@@ -245,16 +273,16 @@ def _sizes_of(layout: str) -> tuple[Layout, dict[str, Any]]:
     """Sizes of the axes, and options of the plugin.
 
     "sp2" is tp2 with sequence parallelism; "sp2-ulysses" and "cp2-ulysses" exchange heads; "ep2" is dp2 whose ranks
-    share out experts.
+    share out experts, and "ep2cp2" has two such for each part of the sequences.
     """
     axes = layout.removesuffix("-ulysses")
-    sizes = Layout.named({"sp2": "tp2", "ep2": "dp2"}.get(axes, axes))
+    sizes = Layout.named(axes.replace("sp", "tp").replace("ep", "dp"))
     options: dict[str, Any] = {"tp_size": sizes.tp_size, "pp_size": sizes.pp_size, "num_microbatches": sizes.pp_size}
     if sizes.cp_size > 1:
         options["cp_size"] = sizes.cp_size
-    if axes == "sp2":
+    if "sp2" in axes:
         options["enable_sequence_parallelism"] = True
-    if axes == "ep2":
+    if "ep2" in axes:
         options["ep_size"] = 2
     if axes != layout:
         options["sequence_parallelism_mode"] = "all_to_all"
