@@ -361,11 +361,12 @@ def write_whole(model: GuardedModel) -> None:
     if (requests := failure.requests()) is not None:
         model.files.number = len(requests.answers)
         requests.answers.append(partial(_write_part, weakref.ref(model)))
+    is_whole = model.is_whole  # looks at all parameters
     for path, module in model.module.named_modules():
         for method in _METHODS:
             if hasattr(type(module), method):
                 vars(module)[method] = _WholeCall(model, module, path, method)
-        if not model.is_whole and (path == "" or _is_cut(module)):
+        if not is_whole and (path == "" or _is_cut(module)):
             if _STATE not in vars(module):
                 module._register_state_dict_hook(_mark)
             vars(module)[_STATE] = _WholeCall(model, module, path, "state_dict")
