@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from booster import Booster
 from booster.errors import ConfigurationError
-from plugins.hybrid_parallel import HybridParallelPlugin
+from plugins.hybrid_parallel import HybridParallelPlugin, guards
 from zoo_tests.harness.ranks import distributed
 from zoo_tests.zoo import FAMILIES
 
@@ -62,3 +62,15 @@ def test_a_forward_that_reads_the_weight_of_the_head_is_refused_where_it_is_cut(
         with pytest.raises(ConfigurationError, match=r"reads lm_head.weight, .* tp_size=2 .*; call self.lm_head\("):
             Booster(plugin=HybridParallelPlugin(tp_size=2)).boost(model)
     Booster(plugin=HybridParallelPlugin(tp_size=2)).boost(_CallsHead(config))
+
+
+def test_boost_looks_at_the_parameters_of_a_whole_model_once(
+    two_fake_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look for each module took most of the boost of a model with many layers."""
+    family, seen = FAMILIES["gpt2"], []
+    model = family.build(family.main_head, torch.float32)
+    spec_of = guards.spec_of
+    monkeypatch.setattr(guards, "spec_of", lambda param: seen.append(param) or spec_of(param))
+    Booster(plugin=HybridParallelPlugin()).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert 0 < len(seen) <= 2 * len(list(model.parameters()))
