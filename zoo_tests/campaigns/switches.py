@@ -4,7 +4,7 @@
         [--together] [--log FILE] [--minutes N]
         [--output docs/results/switches.md]
 
-Ranks are threads of this process, which costs a tenth of processes. What is neither exact nor refused on threads is
+Ranks are threads of this process, which cost half the seconds of processes. What is neither exact nor refused there is
 trained again on processes, whose verdict counts.
 
 A tiny model of one class of each family is trained plainly with one field of its configuration changed, and sharded:
