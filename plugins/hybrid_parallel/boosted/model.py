@@ -363,9 +363,8 @@ def write_whole(model: GuardedModel) -> None:
         requests.answers.append(partial(_write_part, weakref.ref(model)))
     is_whole = model.is_whole  # looks at all parameters
     for path, module in model.module.named_modules():
-        for method in _METHODS:
-            if hasattr(type(module), method):
-                vars(module)[method] = _WholeCall(model, module, path, method)
+        for method in filter(partial(hasattr, type(module)), _METHODS):
+            vars(module)[method] = _WholeCall(model, module, path, method)
         if not is_whole and (path == "" or _is_cut(module)):
             if _STATE not in vars(module):
                 module._register_state_dict_hook(_mark)
