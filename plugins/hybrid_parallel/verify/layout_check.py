@@ -45,10 +45,11 @@ import torch
 from accelerate.state import PartialState
 from torch import Tensor, nn
 
-from booster.data.rows import IGNORE_INDEX
+from booster.data.rows import IGNORE_INDEX, num_rows
 from booster.errors import ConfigurationError
 from booster.logging import quiet
 from plugins.hybrid_parallel.config.options import HybridParallelConfig
+from plugins.hybrid_parallel.data.microbatch import split_batch
 from plugins.hybrid_parallel.distributed.local_ranks import run_on_threads
 from plugins.hybrid_parallel.setup.input_checks import has_batch_norms
 from plugins.hybrid_parallel.verify.before_boost import LayoutReport, NotCheckedError, checked_layouts, has_own_forwards
@@ -56,7 +57,7 @@ from plugins.hybrid_parallel.verify.compare import Difference, Tolerance, compar
 from plugins.hybrid_parallel.verify.image_twin import NoMediaError, image_twin_of
 from plugins.hybrid_parallel.verify.module_outputs import OperatorLog, Output, OutputLog
 from plugins.hybrid_parallel.verify.random_batch import batch_for, cast, distance_from_wave, takes_labels, takes_pairs
-from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, small_config, without_dropout
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, build_small, twin_config, without_dropout
 from plugins.hybrid_parallel.verify.train import (
     Criterion,
     RandomLossError,
@@ -79,6 +80,7 @@ _LENGTH = 300
 _CHUNK = 16  # tokens
 # Wider than those of `booster verify`: sums of activations that are computed in fp32 or bf16 (Apertus) end in rounding.
 _TOLERANCES = {"fp64": Tolerance(1e-5, 1e-4, 1e-4), "fp32": Tolerance(3e-4, 3e-3, 1e-3)}
+_SAME = 1e-6  # of two losses
 _NO_IMAGES = "it takes no images"
 _NO_CONFIG = "its class does not make it of a configuration"
 
@@ -297,7 +299,8 @@ def _on_ranks(trial: VerifyCase, plain: Trace, world_size: int) -> tuple[VerifyC
 def _loses_by_parts(trial: VerifyCase, criterion: Criterion | None) -> bool:
     """Return whether parts of a batch may add up to another loss, which is known, and no fault of a layout.
 
-    So do the statistics of batch norms, and means of losses that are not transformers' own over unequal counts.
+    So do the statistics of batch norms, and means over unequal counts in losses that are not transformers' own. A mean
+    over samples, by which `boost` weighs parts, adds up to that of the batch.
     """
     model = model_inside(trial.tiny_model.built)
     if not type(model).__module__.startswith("transformers.") or has_batch_norms(model):
@@ -305,7 +308,17 @@ def _loses_by_parts(trial: VerifyCase, criterion: Criterion | None) -> bool:
     if criterion is None:
         return False
     batch = trial.tiny_model.batch(model, 0, trial.rows)
-    return not isinstance(criterion(model(**inputs_of(criterion, model, batch)), batch), tuple)
+
+    def loss_of(part: Mapping[str, Any]) -> Any:
+        return criterion(model(**inputs_of(criterion, model, part)), part)
+
+    whole = loss_of(batch)
+    if isinstance(whole, tuple):
+        return False
+    with suppress(Exception):  # parts of arbitrary models may fail, or not be told apart
+        parts = [loss_of(part) * num_rows(part) / num_rows(batch) for part in split_batch(batch, 2)]
+        return not torch.isclose(sum(parts), whole, rtol=_SAME)
+    return True
 
 
 def _train(trial: VerifyCase) -> Trace:
@@ -357,7 +370,7 @@ def _with_images(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.
     takes_images = hasattr(config, "vision_config") and not takes_pairs(kind)
     if not takes_images or getattr(sys.modules[kind.__module__], kind.__name__, None) is not kind:
         raise NotCheckedError(_NO_IMAGES)
-    small = small_config(config, TwinSizes.of(config, tp_size, stages))
+    small = twin_config(kind, config, TwinSizes.of(config, tp_size, stages))
     twin = image_twin_of(TinyModel(kind.__module__, kind.__name__, small, dtype))
     built = twin.build()
     _refuse_other_parts(built, model)
@@ -374,8 +387,9 @@ def _whole_size(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.d
 
 def _small_size(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[_Copies, Any]:
     """Copy a model by its class, and its configuration with small sizes."""
-    config = _config_of(model_inside(subject.model))
-    return _twin(subject, small_config(config, TwinSizes.of(config, tp_size, stages)), dtype)
+    model = model_inside(subject.model)
+    config = _config_of(model)
+    return _twin(subject, twin_config(type(model), config, TwinSizes.of(config, tp_size, stages)), dtype)
 
 
 def _own_object(subject: CheckedModel, tp_size: int, stages: int, dtype: torch.dtype) -> tuple[_Copies, Any]:

@@ -16,8 +16,8 @@ import copy
 import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,7 @@ class TwinSizes:
     # keep the parts that the model has (windows, experts, kinds of layers) and the other settings of its configuration;
     # False takes every size from the table
     is_faithful: bool = True
+    keeps_widths: bool = False  # parts of different widths differ in the tiny model, too
 
     @staticmethod
     def of(config: Any, tp_size: int, num_stages: int) -> TwinSizes:
@@ -164,7 +165,22 @@ class TinyModel:
         return cast(batch_for(model, step, rows, self.has_labels), self.dtype)
 
 
-def small_config(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = None) -> Any:
+def twin_config(model_class: type[nn.Module], config: Any, sizes: TwinSizes) -> Any:
+    """Return the small configuration of a class: all parts are of one width, where that leaves out no projection.
+
+    Between parts of different widths some classes have one that others have not (MusicGen); then these differ.
+    """
+    narrow = small_config(config, sizes)
+    if len(set(_hidden_sizes(config))) > 1:
+        with suppress(Exception), torch.device("meta"):  # some models need values to be built
+            wide = small_config(config, replace(sizes, keeps_widths=True))
+            built = (model_class(copy.deepcopy(twin)) for twin in (narrow, wide))
+            of_narrow, of_wide = ({name for name, _ in model.named_parameters()} for model in built)
+            return wide if of_wide - of_narrow else narrow
+    return narrow
+
+
+def small_config(config: Any, sizes: TwinSizes, widths: Mapping[int, int] | None = None) -> Any:
     """Return the configuration with small sizes and no dropout; `widths`: of the whole that it is part of."""
     config_class = type(config)
     values = small_values(config, sizes, widths)
@@ -182,9 +198,9 @@ def small_config(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = 
     return small
 
 
-def small_values(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = None) -> dict[str, Any]:
+def small_values(config: Any, sizes: TwinSizes, widths: Mapping[int, int] | None = None) -> dict[str, Any]:
     """Return the arguments from which the small configuration is built."""
-    widths = frozenset(_hidden_sizes(config)) if widths is None else widths
+    widths = _small_widths(config, sizes) if widths is None else widths
     read = {name: _read(config, name) for name in _named_sizes() if _is_written(config, name)}
     if sizes.is_faithful:  # what differs between layers has a value for the whole, too
         read = {name: value for name, value in read.items() if value is not _MISSING}
@@ -202,8 +218,8 @@ def small_values(config: Any, sizes: TwinSizes, widths: frozenset[int] | None = 
             values[name] = 0.0
         elif sizes.is_faithful and isinstance(value, list | tuple):
             values |= _small_list(name, value)
-        elif _is_linked(name, value, widths):
-            values[name] = sizes.heads * _HEAD_DIM
+        elif (isinstance(value, int) and name in _HIDDEN) or _is_linked(name, value, widths):
+            values[name] = widths.get(value, sizes.heads * _HEAD_DIM)
         elif (numbers := numbers_in_size(name, value, layers)) is not None:
             values[name] = numbers
         elif value is not _MISSING and (isinstance(value, int | list) or value is None):
@@ -287,7 +303,14 @@ def _hidden_sizes(config: Any) -> Iterator[int]:
             yield from _hidden_sizes(part)
 
 
-def _is_linked(name: str, value: Any, widths: frozenset[int]) -> bool:
+def _small_widths(config: Any, sizes: TwinSizes) -> dict[int, int]:
+    """Return the hidden sizes of a configuration and of those inside it, and what the tiny model has for each."""
+    own = dict.fromkeys([*_hidden_sizes(text_config(config)), *_hidden_sizes(config)])
+    small = sizes.heads * _HEAD_DIM
+    return {width: small * (1 + sizes.keeps_widths * index) for index, width in enumerate(own)}
+
+
+def _is_linked(name: str, value: Any, widths: Mapping[int, int]) -> bool:
     """Check whether a field is the hidden size of another part of the model, as the width of a projection to it."""
     is_width = name.endswith(_NAMES["widths"]) and name not in (*_HIDDEN, *_SIZES)
     return is_width and isinstance(value, int) and value in widths

@@ -18,7 +18,7 @@ from plugins.hybrid_parallel.shard_report import fake_rank
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Difference, Verdict, compare
 from plugins.hybrid_parallel.verify.module_outputs import LinesRun
 from plugins.hybrid_parallel.verify.random_batch import takes_labels
-from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
+from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, twin_config
 from plugins.hybrid_parallel.verify.train import Criterion, Trace, VerifyCase, train_on_rank, train_reference
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -93,7 +93,7 @@ def tiny_model_of(
     config: Any, model_class: type[nn.Module], tp_size: int, num_stages: int, criterion: Criterion | None = None
 ) -> TinyModel:
     """Describe a layout's tiny model; with a criterion, batches lack labels; refuses sizes that its class does."""
-    small = small_config(config, TwinSizes.of(config, tp_size, num_stages))
+    small = twin_config(model_class, config, TwinSizes.of(config, tp_size, num_stages))
     return TinyModel(model_class.__module__, model_class.__name__, small, has_labels=criterion is None)
 
 

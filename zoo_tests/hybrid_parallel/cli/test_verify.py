@@ -30,7 +30,7 @@ from plugins.hybrid_parallel.cli.verify import to_text
 from plugins.hybrid_parallel.distributed.local_ranks import RankFailure, run_on_local_ranks
 from plugins.hybrid_parallel.verify import verify as verify_module
 from plugins.hybrid_parallel.verify.module_outputs import LinesRun, Output, difference
-from plugins.hybrid_parallel.verify.tiny_model import TwinSizes, head_counts, small_config
+from plugins.hybrid_parallel.verify.tiny_model import TwinSizes, head_counts, small_config, twin_config
 from plugins.hybrid_parallel.verify.verify import Verification, verify
 from shardformer.shard_spec import Part, ShardSpec
 from zoo_tests.booster.cli.test_commands import outcome
@@ -270,6 +270,17 @@ def test_a_twin_keeps_what_defines_the_architecture() -> None:
     assert tiny_model(transformers.BertConfig(hidden_act="relu", num_labels=7)).num_labels == 7
     assert tiny_model(transformers.LlamaConfig(num_hidden_layers=80), num_stages=8).num_hidden_layers == 8
     assert tiny_model(transformers.DeepseekV3Config(q_lora_rank=None)).q_lora_rank is None
+
+
+def test_a_twin_has_the_projection_between_parts_of_different_widths() -> None:
+    kind = transformers.MusicgenForConditionalGeneration
+    text, sound, decoder = transformers.T5Config(), transformers.EncodecConfig(), transformers.MusicgenDecoderConfig()
+    for d_model, names in ((text.d_model, ["enc_to_dec_proj"]), (decoder.hidden_size, [])):
+        text.d_model = d_model
+        config = transformers.MusicgenConfig(text_encoder=text, audio_encoder=sound, decoder=decoder)
+        small = twin_config(kind, config, TwinSizes.of(config, 2, 1))
+        with torch.device("meta"):
+            assert [name for name, _ in kind(small).named_children() if name.startswith("enc_")] == names
 
 
 # ----- outputs -----

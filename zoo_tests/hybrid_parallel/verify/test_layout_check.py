@@ -306,6 +306,15 @@ def test_a_copy_has_at_least_the_parts_of_the_model() -> None:
     assert line.endswith("not checked: its parameters are not those that its class makes of its configuration")
 
 
+def test_parts_of_different_widths_and_what_lies_between_are_copied() -> None:
+    kind = transformers.MusicgenForConditionalGeneration
+    parts = (transformers.T5Config(), transformers.EncodecConfig(), transformers.MusicgenDecoderConfig())
+    config = transformers.MusicgenConfig(**dict(zip(("text_encoder", "audio_encoder", "decoder"), parts, strict=True)))
+    with torch.device("meta"):
+        report = check_layout(CheckedModel(kind(config)), PP, 2)
+    assert report.proved and not report.findings + report.not_checked, report
+
+
 @pytest.mark.parametrize(
     ("layout", "world_size", "name"),
     [
