@@ -21,6 +21,12 @@ _ROWS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "pp2, last stage": ("ours", {"pp_size": 2}, 2, 1),
     "cp2, ring": ("ours", {"cp_size": 2}, 2, 0),
     "tp2, fp8": ("ours", {"tp_size": 2, "precision": "fp8"}, 2, 0),
+    "tp2, sequence parallel, fp8": (
+        "ours",
+        {"tp_size": 2, "enable_sequence_parallelism": True, "precision": "fp8"},
+        2,
+        0,
+    ),
     "ep2 (Mixtral)": ("ours", {"ep_size": 2}, 2, 0),
     "ep2 (Mixtral), 1.5 times the rows": ("ours", {"ep_size": 2, "expert_rank_capacity_factor": 1.5}, 2, 0),
 }

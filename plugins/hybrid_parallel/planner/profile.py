@@ -167,7 +167,7 @@ class Profiler:
 
         They are not run, for they would read values.
         """
-        with fake_rank(0, tp_size * ep_size):
+        with fake_rank(0, tp_size * ep_size), _device_like(self.device.name):
             model, _, _ = build_proxy_model(self.build, self._config(tp_size, sequence, ep_size))
             parameters = self._locals(model)
         costs = self._costs(whole.records, whole.parameters, tp_size, sequence, ep_size)
