@@ -55,6 +55,12 @@ EDITS_OF_ZERO: dict[str, Edit] = {
         "local[start:stop] = 0",
         (f"{_FILES}[llama-causal_lm-tp2dp2-zero1-adamw-tie_word_embeddings=True]",),
     ),
+    "each rank rounds its tokens by its own largest value": Edit(
+        "shardformer.matmul.float8",
+        "dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)\n",
+        "pass\n",
+        (f"{_EIGHT_BITS}::test_tokens_are_rounded_before_they_are_gathered[2-llama-options0-2]",),
+    ),
     "each rank rounds its part of a weight by its own largest value": Edit(
         "plugins.hybrid_parallel.features.low_bits",
         "dist.all_reduce(peaks, dist.ReduceOp.MAX, group=exchange.group)\n",
