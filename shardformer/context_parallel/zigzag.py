@@ -147,11 +147,8 @@ def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positi
             "use cp_size=1"
         )
     mask, given = inputs.get("attention_mask"), inputs.get("position_ids")
-    if mask is not None and tuple(mask.shape) != (rows, length):
-        raise ValueError(
-            f"cp_size={axis.size} cannot cut an attention_mask of shape {tuple(mask.shape)}; "
-            f"use one of shape [batch, seq], {(rows, length)}"
-        )
+    if problem := problem_of_mask(mask, (rows, length), axis.size):
+        raise ValueError(problem)
     whole = given if given is not None else positions(inputs)
     if whole is None:
         whole = torch.arange(length, device=tokens.device)[None]
@@ -162,6 +159,19 @@ def cut_batch(inputs: Mapping[str, Any], axis: ZigzagSharding, positions: Positi
     # With a mask always present, transformers does not take a jump between two chunks for a new document.
     ones = torch.ones(rows, length, dtype=torch.long, device=tokens.device) if mask is None else mask
     return {**parts, "attention_mask": ones, "position_ids": axis.take(whole, dim=-1)}
+
+
+def problem_of_mask(mask: Any, tokens: tuple[int, ...], cp_size: int) -> str:
+    """Return why ranks cannot share sequences under an attention mask; empty if they can or there is none.
+
+    Args:
+        tokens: (batch, seq).
+    """
+    shape = tuple(getattr(mask, "shape", ()))
+    if mask is None or shape == tokens:
+        return ""
+    kind = f"an attention_mask of shape {shape}" if shape else f"a {type(mask).__name__} of masks"
+    return f"cp_size={cp_size} cannot cut {kind}; use one of shape [batch, seq], {tokens}, or cp_size=1"
 
 
 def _real(mask: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ import pytest
 from shardformer.shard_spec import Part, ShardSpec, pad_to_multiple
 from zoo_tests.architecture.hops import REPOSITORY, Hops, sizes
 
-SIZES = {"files": 284, "lines": 75_680, "import lines": 4_653, "files with checks": 49}
+SIZES = {"files": 284, "lines": 75_714, "import lines": 4_653, "files with checks": 49}
 HOPS = {
     "modules at import": 115,
     "files of boost": 75,
@@ -24,7 +24,7 @@ HOPS = {
     "files of a step": 44,
     "functions of a step": 309,
     "depth of a step": 14,
-    "calls of a step": 765,
+    "calls of a step": 766,
 }
 
 

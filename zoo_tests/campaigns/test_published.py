@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from zoo_tests.campaigns.census.verdict import EXACT
-from zoo_tests.campaigns.published import LAYOUTS, judge, plain_of, published
+from zoo_tests.campaigns.census.verdict import EXACT, kind_of
+from zoo_tests.campaigns.published import LAYOUTS, judge, judge_on_eight, plain_of, published
 from zoo_tests.docs.pages import REPOSITORY
 
 
@@ -29,6 +29,12 @@ from zoo_tests.docs.pages import REPOSITORY
 def test_a_published_configuration_trains_like_plain_training(name: str, layouts: str) -> None:
     wanted = {layout: LAYOUTS[layout] for layout in layouts.split()}
     assert set(judge(published()[name], wanted).values()) == {EXACT}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["GPT-OSS 20B", "Wav2Vec2 base"])
+def test_a_published_configuration_trains_on_eight_ranks(name: str) -> None:
+    assert {EXACT} <= {kind_of(verdict) for verdict in judge_on_eight(name).values()} <= {EXACT, "refused"}
 
 
 def test_a_twin_keeps_what_is_published() -> None:

@@ -32,6 +32,7 @@ _SIZES["GptOss"] = {
     **_SIZES["Mixtral"],
     **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3, "experts_implementation": "eager"},
 }
+_SIZES["GraniteMoe"] = {**_SIZES["Mixtral"], "num_local_experts": 4, "experts_implementation": "eager"}
 _SIZES["Mistral"] = {**_SIZES["Mistral"], "sliding_window": 3}
 _SIZES["Mixtral"] = {**_SIZES["Mixtral"], "num_local_experts": 4, "experts_implementation": "eager"}
 # Chunks of five tokens, and a temperature of the layer without rotary embedding that changes from the sixth on.

@@ -23,7 +23,7 @@ from plugins.hybrid_parallel.data.media import media_tokens
 from plugins.hybrid_parallel.data.microbatch import stand_in, without_rows
 from plugins.hybrid_parallel.distributed.mesh import HybridMesh
 from shardformer.attention import log_once, packed_documents
-from shardformer.context_parallel.zigzag import restarts
+from shardformer.context_parallel.zigzag import problem_of_mask, restarts
 from shardformer.peft import model_inside, prompt_config
 from shardformer.utils.module_paths import cache_name, text_config
 
@@ -43,15 +43,19 @@ class ForwardOptions:
         self.module, self.inside, self.mesh = module, model_inside(module), mesh
         self.signature = next((each for each in self._signatures() if _is_named(each)), None)
         parameters = inspect.signature(self.inside.forward).parameters
-        self._takes_use_cache, self._takes_mask = "use_cache" in parameters, "attention_mask" in parameters
         takes_more = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        is_known = hasattr(getattr(self.inside, "config", None), "return_dict")
+        self._takes_mask = "attention_mask" in parameters
+        config = getattr(self.inside, "config", None)
+        self._cache_config = config if hasattr(config, "use_cache") else text_config(config)
+        # A head that takes any arguments passes this one on, as GraniteMoe's and Qwen3-VL's do: all of transformers do
+        # whose configuration has it, but those of encoder-decoders.
+        passes_more = takes_more and not getattr(config, "is_encoder_decoder", False)
+        self._takes_use_cache = "use_cache" in parameters or (passes_more and hasattr(self._cache_config, "use_cache"))
+        is_known = hasattr(config, "return_dict")
         self._returns_class = is_known and (takes_more or "return_dict" in parameters)
         self._takes_more = takes_more
-        self.reads_documents = (
-            getattr(getattr(self.inside, "config", None), "_attn_implementation", None) is not None
-            and "cu_seq_lens_q" not in parameters
-        )
+        attention = getattr(config, "_attn_implementation", None)
+        self.reads_documents = attention is not None and "cu_seq_lens_q" not in parameters
         self.main_input = main_input_of(self.module) or main_input_of(self.inside)
         self.media_tokens = media_tokens(self.inside)
         self.dtype = _dtype_of_values(module)
@@ -170,17 +174,18 @@ class ForwardOptions:
         positions = batch.get("position_ids")
         if not isinstance(positions, Tensor) or positions.dim() != 2 or not self._limits:
             return
-        length = positions.shape[-1]
-        tokens = int(positions.max()) + 1 if positions.numel() else 0
+        length, counts = positions.shape[-1], (positions.amax(-1) + 1 if positions.numel() else positions.new_zeros(0))
         is_unusual = bool((positions != torch.arange(length, device=positions.device)).any())
         are_documents = self.reads_documents and packed_documents.may_be_packed(batch) and restarts(positions)
-        facts = torch.tensor([tokens, length, is_unusual, are_documents])  # on the CPU, as they are read at once
+        most_and_least = [max(counts.tolist(), default=0), -min(counts.tolist(), default=2**62)]
+        facts = torch.tensor([*most_and_least, length, is_unusual, are_documents])  # on the CPU: they are read at once
         if self.mesh.size("dp") > 1 and torch.is_grad_enabled():
             dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"))
-        tokens, length, is_unusual, are_documents = facts.tolist()
+        tokens, least, length, is_unusual, are_documents = facts.tolist()
+        is_unequal = is_cut and is_unusual and tokens != -least  # rows of one last position have one rotary embedding
         for field, most in self._limits.items():
             count = tokens if field == packed_documents.ROTARY else length
-            if count > most and (are_documents or (field == packed_documents.ROTARY and is_cut and is_unusual)):
+            if count > most and (are_documents or (field == packed_documents.ROTARY and is_unequal)):
                 whole = "row" if are_documents else "batch"
                 raise ConfigurationError(
                     f"position_ids of {count} tokens: above {most}, by {field} of {type(self.inside).__name__}, "
@@ -260,7 +265,8 @@ class ForwardOptions:
     def _asked(self, given: Mapping[str, Any], name: str) -> Any:
         """Return an option from the call or, if the call does not set it, from the model's configuration."""
         asked = given.get(name)
-        return getattr(getattr(self.inside, "config", None), name, None) if asked is None else asked
+        config = self._cache_config if name == "use_cache" else getattr(self.inside, "config", None)
+        return getattr(config, name, None) if asked is None else asked
 
     def _problems(self, given: Mapping[str, Any], is_microbatch: bool) -> Iterator[str]:
         pp_size, cp_size = self.mesh.size("pp"), self.mesh.size("cp")
@@ -273,6 +279,10 @@ class ForwardOptions:
                 yield f"{name}=True asks for what lies on {pp_size} pipeline stages; use pp_size=1 or {name}=False"
             elif is_cut:
                 yield f"{name}=True finds parts of sequences under {cut_by}; leave that out, or use {name}=False"
+        tokens = tokens_of(given) if cp_size > 1 else None
+        mask = given.get("attention_mask")
+        if tokens is not None and (problem := problem_of_mask(mask, tuple(tokens.shape[:2]), cp_size)):
+            yield problem
         if cp_size > 1 and _is_given(given.get("logits_to_keep")):
             yield (
                 f"logits_to_keep counts tokens of whole sequences, which {cut_by} cuts; leave it out, and take these "

@@ -81,16 +81,23 @@ def check_first_batch(units: int, least: int, mesh: HybridMesh) -> None:
 _NUMBER_IMAGES = ("hunyuan_vl",)
 
 
-def check_parts(model: nn.Module, batch: Mapping[str, Any], num_parts: int) -> None:
-    """Refuse to cut the batch of a model whose positions or masks would change with the parts."""
-    config, mask = getattr(model, "config", None), batch.get("attention_mask")
-    if num_parts > 1 and _is_causal_if_padded(config) and batch.get("token_type_ids") is None:
-        parts = mask.tensor_split(num_parts) if isinstance(mask, Tensor) and mask.dim() == 2 else ()
-        if len({bool(part.all()) for part in parts}) > 1:
+def check_parts(model: nn.Module, batch: Mapping[str, Any], num_parts: int, group: ProcessGroup | None = None) -> None:
+    """Refuse to cut the batch of a model whose positions or masks would change with the parts.
+
+    Args:
+        num_parts: micro-batches of this replica's share.
+        group: the replicas, if there are several and all of them call this.
+    """
+    config = getattr(model, "config", None)
+    are_compared = num_parts > 1 or group is not None
+    if are_compared and _is_causal_if_padded(config) and batch.get("token_type_ids") is None:
+        parts = _are_full(batch.get("attention_mask"), num_parts)
+        everywhere = [parts] if group is None else all_gather_json(parts, group)
+        if len({is_full for of_replica in everywhere for is_full in of_replica}) > 1:
             raise ConfigurationError(
                 f"{type(model).__name__} attends to later tokens in a batch without padding alone, which some of "
-                f"{num_parts} micro-batches of this one would be; give token_type_ids, as its processor does, use "
-                "attn_implementation='eager', or num_microbatches=1"
+                f"{sum(map(len, everywhere))} parts of this one would be; give token_type_ids, as its processor does, "
+                "or use attn_implementation='eager'"
             )
     model_type = getattr(config, "model_type", None)
     if num_parts > 1 and model_type in _NUMBER_IMAGES and batch.get("image_grid_thw") is not None:
@@ -98,6 +105,12 @@ def check_parts(model: nn.Module, batch: Mapping[str, Any], num_parts: int) -> N
             f"{type(model).__name__} numbers the images of a whole batch in the positions of their tokens, which "
             f"{num_parts} micro-batches would each count from zero; use num_microbatches=1, or batches without images"
         )
+
+
+def _are_full(mask: Any, num_parts: int) -> list[bool]:
+    """Return for each part with samples whether its mask hides nothing; empty if there is no mask of tokens."""
+    is_mask = isinstance(mask, Tensor) and mask.dim() == 2
+    return [bool(part.all()) for part in mask.tensor_split(max(num_parts, 1)) if len(part)] if is_mask else []
 
 
 def _is_causal_if_padded(config: Any) -> bool:

@@ -237,8 +237,9 @@ class Batch:
         """
         model, mesh, pipeline = self.model, self.model.mesh, self.model.pipeline
         rows = self._counted_rows()
+        replicas = mesh.group("dp") if trains and mesh.size("dp") > 1 else None
         if model.units is not None:
-            return self._in_units(trains, least, rows)
+            return self._in_units(trains, least, rows, replicas)
         row = self._packed_row(rows)
         units = rows if row is None else row.num_documents
         if must_fill and not model.checked_full_batch:
@@ -253,7 +254,7 @@ class Batch:
             count = pipeline.microbatches_of(units, mesh.size("pp")) if units else 0
         if not trains and self.loss.source is LossSource.HEAD and model.head_loss.has_parts:
             count = min(count, 1)  # micro-batches would each have their own
-        check_parts(model.unwrap(), self.entries, count)
+        check_parts(model.unwrap(), self.entries, count, replicas)
         cuts = None if row is None or count < 2 else row.cuts(count, model.options.hidden_size)
         tokens = model.options.media_tokens
         own, given = (
@@ -279,12 +280,12 @@ class Batch:
     def _may_be_cut(self) -> bool:
         return self.model.pipeline.microbatches_of(MANY, self.model.mesh.size("pp")) > 1
 
-    def _in_units(self, trains: bool, least: int, rows: int) -> BatchSplit:
+    def _in_units(self, trains: bool, least: int, rows: int, replicas: dist.ProcessGroup | None) -> BatchSplit:
         """Split into units of `reproducible=True`; placeholders follow while other replicas have more."""
         model, tokens = self.model, self.model.options.media_tokens
         count = model.units.begin(rows, model.step_number, model.replicas_wait(trains))
         own = model.units.cut(self.entries, rows, tokens)
-        check_parts(model.unwrap(), self.entries, len(own))
+        check_parts(model.unwrap(), self.entries, len(own), replicas)
         if self.is_packed:
             record_facts(own, model.units.cut(self.on_host, rows, tokens))
         return BatchSplit(own, own + [self.placeholder()] * (max(count, least) - len(own)), None, rows)

@@ -23,7 +23,7 @@ from plugins.hybrid_parallel.setup.input_checks import has_batch_norms, mixed_sa
 from plugins.hybrid_parallel.setup.optimizer import build_trained
 from plugins.hybrid_parallel.verify.compare import TOLERANCES, Tolerance, compare
 from plugins.hybrid_parallel.verify.propose import share_cut
-from plugins.hybrid_parallel.verify.random_batch import distance_from_wave
+from plugins.hybrid_parallel.verify.random_batch import distance_from_wave, rows_of
 from plugins.hybrid_parallel.verify.tiny_model import TinyModel, TwinSizes, small_config
 from plugins.hybrid_parallel.verify.train import (
     RandomLossError,
@@ -222,9 +222,10 @@ class _InShares:
         whole = model.forward
 
         @wraps(whole)
-        def forward(**batch: Any) -> Any:  # shares have as many rows
+        def forward(**batch: Any) -> Any:
             shares = split_batch(batch, self.count)
-            return SimpleNamespace(loss=torch.stack([whole(**share).loss for share in shares]).mean())
+            losses = [whole(**share).loss * rows_of(share) for share in shares]
+            return SimpleNamespace(loss=torch.stack(losses).sum() / rows_of(batch))
 
         model.forward = forward
         return model
@@ -273,7 +274,7 @@ def _sizes_of(layout: str) -> tuple[Layout, dict[str, Any]]:
     """Sizes of the axes, and options of the plugin.
 
     "sp2" is tp2 with sequence parallelism; "sp2-ulysses" and "cp2-ulysses" exchange heads; "ep2" is dp2 whose ranks
-    share out experts, and "ep2cp2" has two such for each part of the sequences.
+    share out experts, "ep2cp2" has two such for each part of the sequences, and of "ep2dp4" two of four share them.
     """
     axes = layout.removesuffix("-ulysses")
     sizes = Layout.named(axes.replace("sp", "tp").replace("ep", "dp"))

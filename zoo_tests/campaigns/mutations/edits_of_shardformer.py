@@ -163,7 +163,7 @@ EDITS_OF_SHARDFORMER: dict[str, Edit] = {
     ),
     "micro-batches with a rotary embedding of their own": Edit(
         "plugins.hybrid_parallel.boosted.forward_options",
-        "(field == packed_documents.ROTARY and is_cut and is_unusual)",
+        "(field == packed_documents.ROTARY and is_unequal)",
         "False",
         (f"{_KEPT_APART}::test_rotary_embeddings_that_depend_on_the_longest_sample[longrope]",),
     ),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,6 +47,7 @@ from plugins.hybrid_parallel.step.outputs import merge_outputs
 from shardformer.loss.terms import HeadLoss, LossTerm
 from shardformer.loss.text import not_ignored
 from zoo_tests.harness.documents import one_row
+from zoo_tests.harness.ranks import distributed
 
 _SHIFTED_LABELS = LossTerm(
     "labels", not_ignored, None, per_token=True, prepare=lambda x, _: F.pad(x, (0, 1), value=-100)[:, 1:]
@@ -365,11 +367,21 @@ def test_a_part_that_would_lose_its_causal_mask_is_not_cut() -> None:
     model.config = GemmaConfig(use_bidirectional_attention=True, attn_implementation="sdpa")
     check_parts(model, {"attention_mask": mask, "token_type_ids": mask}, 2)
     check_parts(model, {"attention_mask": torch.ones(2, 2)}, 2)
-    with pytest.raises(ConfigurationError, match="attends to later tokens.*2 micro-batches.*give token_type_ids"):
+    with pytest.raises(ConfigurationError, match="attends to later tokens.*2 parts.*give token_type_ids"):
         check_parts(model, {"attention_mask": mask}, 2)
     texts = {"text_encoder": T5Config().to_dict(), "audio_encoder": EncodecConfig().to_dict()}
     model.config = MusicgenConfig(**texts, decoder=MusicgenDecoderConfig().to_dict())  # of two texts
     check_parts(model, {"attention_mask": mask}, 2)
+
+
+@distributed(2)
+def test_a_replica_that_would_lose_its_causal_mask_is_refused_on_all() -> None:
+    model, rank = nn.Module(), dist.get_rank()
+    model.config = GemmaConfig(use_bidirectional_attention=True, attn_implementation="sdpa")
+    full, padded = torch.ones(2, 2), torch.tensor([[1, 1], [1, 0]])
+    check_parts(model, {"attention_mask": padded if rank else padded[:0]}, 1 - rank, dist.group.WORLD)
+    with pytest.raises(ConfigurationError, match="which some of 2 parts of this one would be"):
+        check_parts(model, {"attention_mask": padded if rank else full}, 1, dist.group.WORLD)
 
 
 def test_patches_without_their_samples_are_refused() -> None:

@@ -16,7 +16,7 @@ from plugins.hybrid_parallel import HybridParallelPlugin
 from plugins.hybrid_parallel.checkpoint import dcp_storage
 from zoo_tests.harness.case import Recipe
 
-GLOBAL_BATCH = 8
+GLOBAL_BATCH, INITIAL_SCALE = 8, 2.0**22
 # Layouts of 4 ranks.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4": {},
@@ -97,6 +97,30 @@ def train(
         losses.append(float(result.loss))
     whole = booster.plugin.checkpoint_io.whole_state_dict(objects[0])
     return losses, {name: torch.as_tensor(value) for name, value in whole.items()}
+
+
+def scales(recipe: Recipe, before: str, after: str) -> list[dict[str, Any]]:
+    """States of the loss scale: before and after the layout changes, one good step behind an overflow, and a step on.
+
+    Two good steps double the scale.
+    """
+    options = {"initial_scale": INITIAL_SCALE, "growth_interval": 2}
+    booster, objects = boosted(recipe, before, options)
+    found: list[dict[str, Any]] = []
+
+    def step() -> None:
+        model, optimizer, _, loader = objects
+        booster.execute_pipeline(iter([next(iter(loader))]), model, optimizer=optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(optimizer.loss_scale.state_dict())
+
+    while not found or found[-1]["good_steps"] != 1:
+        step()
+    booster, objects = moved(booster, objects, recipe, after, options)
+    found.append(objects[1].loss_scale.state_dict())
+    step()
+    return found[-3:]
 
 
 def _precision(recipe: Recipe) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from zoo_tests.harness.case import Recipe
 from zoo_tests.harness.ranks import run_on_ranks
-from zoo_tests.hybrid_parallel.relayout.chain import LAYOUTS, train
+from zoo_tests.hybrid_parallel.relayout.chain import INITIAL_SCALE, LAYOUTS, scales, train
 from zoo_tests.hybrid_parallel.relayout.refusals import refused, use_what_has_moved
 
 
@@ -50,6 +50,14 @@ def test_the_bits_of_a_save_and_a_load(recipe: Recipe, layouts: list[str], tmp_p
         assert losses == expected
         assert weights.keys() == saved.keys()
         assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
+def test_the_loss_scale_goes_on_behind_an_overflow() -> None:
+    """The scale and the count of good steps move: the second of two good steps doubles it in the new layout."""
+    for before, moved, later in run_on_ranks(4, scales, replace(_LLAMA, precision="fp16"), "tp2pp2", "dp4 stage 3"):
+        assert before == moved and before["good_steps"] == 1
+        assert before["value"] < INITIAL_SCALE, "no step has overflowed"
+        assert later == {"value": 2 * before["value"], "good_steps": 0}
 
 
 @pytest.mark.campaign

@@ -342,6 +342,23 @@ def test_pairs_of_texts_and_images_are_trained_by_their_own_loss(
     assert report.proved and not report.findings + report.not_checked, report
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        HeadClass("detr", "DetrForObjectDetection", (("auxiliary_loss", True),)),
+        pytest.param(HeadClass("grounding_dino", "GroundingDinoForObjectDetection"), marks=pytest.mark.slow),
+    ],
+    ids=lambda head: head.family,
+)
+def test_detectors_that_stack_the_outputs_of_layers_have_whole_sequences(head: HeadClass) -> None:
+    """Grounding DINO also has texts beside its images, and labels that are no tensor."""
+    model = twin_of(head).build()
+    report = check_layout(CheckedModel(model), TP, 2)
+    assert report.proved and not report.findings + report.not_checked, report
+    refused = check_layout(CheckedModel(model), SP, 2)
+    assert not refused.proved and "whose plan does not tell where its tokens meet; use" in refused.not_checked[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name", "changes", "finding"),

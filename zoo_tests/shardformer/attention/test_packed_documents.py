@@ -188,6 +188,19 @@ def test_an_encoder_keeps_documents_apart(family: str) -> None:
     assert torch.allclose(model(**ones).loss, plain(**ones).loss)
 
 
+@distributed(1)
+def test_a_head_that_passes_use_cache_on_unnamed_keeps_documents_apart() -> None:
+    """As those of GraniteMoe, LLaVA and Qwen3-VL: with a cache, transformers looks for no documents."""
+    plain = language_model("GraniteMoe")
+    expected, _ = one_by_one(plain, _DOCUMENTS)
+    assert abs(plain(**one_row(_DOCUMENTS)).loss.item() - expected) > 1e-3, "the documents are not told apart"
+    booster = Booster(plugin=HybridParallelPlugin())
+    model = booster.boost(copy.deepcopy(plain))
+    losses = [model(**one_row(_DOCUMENTS)).loss, booster.execute_pipeline(iter([one_row(_DOCUMENTS)]), model).loss]
+    assert [loss.item() for loss in losses] == pytest.approx([expected] * 2, rel=1e-6)
+    assert model(input_ids=torch.tensor([[5, 6, 7]])).past_key_values.get_seq_length() == 3
+
+
 @pytest.mark.parametrize(
     ("head", "family", "reason"),
     [
@@ -264,7 +277,8 @@ def test_rotary_embeddings_that_depend_on_the_longest_sample(kind: str) -> None:
         booster = Booster(plugin=HybridParallelPlugin(num_microbatches=parts))
         model = booster.boost(copy.deepcopy(plain))
         usual = {name: value for name, value in _ROWS.items() if name != "position_ids"}
-        for batch in (usual, _ROWS)[: 3 - parts]:
+        end_alike = usual | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 1, 1, 2, 5]])}
+        for batch in (usual, end_alike, _ROWS)[: 4 - parts]:
             loss = booster.execute_pipeline(iter([batch]), model).loss.item()
             assert loss == pytest.approx(copy.deepcopy(plain)(**batch).loss.item(), rel=1e-6)
     for batch, tokens, whole in ((_ROWS, 6, "batch"), (one_row(_DOCUMENTS), 5, "row")):
