@@ -99,6 +99,7 @@ def short_periods(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
 _MISSING = object()
 _HEAD_DIM = 8
+_LARGE_WIDTH = 1000
 _SEED = 20
 _MOST_PARAMETERS = 10_000_000
 _TABLE = json.loads(Path(__file__).with_name("family_fields.json").read_text(encoding="utf-8"))
@@ -218,8 +219,8 @@ def small_values(config: Any, sizes: TwinSizes, widths: Mapping[int, int] | None
             values[name] = 0.0
         elif sizes.is_faithful and isinstance(value, list | tuple):
             values |= _small_list(name, value)
-        elif (isinstance(value, int) and name in _HIDDEN) or _is_linked(name, value, widths):
-            values[name] = widths.get(value, sizes.heads * _HEAD_DIM)
+        elif (width := _linked_width(name, value, widths, sizes)) is not None:
+            values[name] = width
         elif (numbers := numbers_in_size(name, value, layers)) is not None:
             values[name] = numbers
         elif value is not _MISSING and (isinstance(value, int | list) or value is None):
@@ -310,10 +311,20 @@ def _small_widths(config: Any, sizes: TwinSizes) -> dict[int, int]:
     return {width: small * (1 + sizes.keeps_widths * index) for index, width in enumerate(own)}
 
 
-def _is_linked(name: str, value: Any, widths: Mapping[int, int]) -> bool:
-    """Check whether a field is the hidden size of another part of the model, as the width of a projection to it."""
-    is_width = name.endswith(_NAMES["widths"]) and name not in (*_HIDDEN, *_SIZES)
-    return is_width and isinstance(value, int) and value in widths
+def _linked_width(name: str, value: Any, widths: Mapping[int, int], sizes: TwinSizes) -> int | None:
+    """Return the small size of a field that is a hidden size, or a width of a projection to or from one; else None.
+
+    In a faithful model a width is as many times the hidden size, up to 4, and a large one that is no multiple of any
+    belongs to a projection alone.
+    """
+    is_width = name in _HIDDEN or (name.endswith(_NAMES["widths"]) and name not in _SIZES)
+    if not is_width or not isinstance(value, int):
+        return None
+    for times in range(1, 5 if sizes.is_faithful else 2):
+        if value // times in widths and value % times == 0:
+            return times * widths[value // times]
+    is_large = name in _HIDDEN or (sizes.is_faithful and value > _LARGE_WIDTH)
+    return sizes.heads * _HEAD_DIM if is_large else None
 
 
 def _named_sizes() -> Iterator[str]:

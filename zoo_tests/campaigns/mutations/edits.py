@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -35,11 +36,14 @@ class Edit:
         """The source of the module with the fault in it.
 
         Raises:
-            ValueError: `old` is not there, or not once.
+            ValueError: `old` is not there, not once, or starts within a dotted name of which `new` leaves a part.
         """
         source = Path(importlib.import_module(self.module).__file__).read_text(encoding="utf-8")
         if source.count(self.old) != 1:
             raise ValueError(f"{self.module} has {self.old!r} {source.count(self.old)} times, not once")
+        before, word = source[source.index(self.old) - 1], re.match(r"\w*", self.old)[0]
+        if word and re.match(r"[\w.]", before) and not self.new.startswith(word):
+            raise ValueError(f"{self.module} has a longer name where {self.old!r} starts")
         return source.replace(self.old, self.new)
 
     def apply(self) -> None:

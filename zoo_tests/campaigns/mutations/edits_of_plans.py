@@ -177,7 +177,7 @@ EDITS_OF_PLANS: dict[str, Edit] = {
     ),
     "a norm of experts reads a partial sum": Edit(
         "shardformer.policies.module_edits",
-        "reduce_from_region(args[0].clone(), group)",
+        "collectives.reduce_from_region(args[0].clone(), group)",
         "args[0].clone()",
         ("zoo_tests/shardformer/policies/test_module_edits.py::test_the_norm_of_an_expert_reads_whole_outputs[eager]",),
     ),

@@ -270,6 +270,10 @@ def test_a_twin_keeps_what_defines_the_architecture() -> None:
     assert tiny_model(transformers.BertConfig(hidden_act="relu", num_labels=7)).num_labels == 7
     assert tiny_model(transformers.LlamaConfig(num_hidden_layers=80), num_stages=8).num_hidden_layers == 8
     assert tiny_model(transformers.DeepseekV3Config(q_lora_rank=None)).q_lora_rank is None
+    zamba = tiny_model(transformers.Zamba2Config())  # twice as wide in attention
+    assert zamba.attention_hidden_size == 2 * zamba.hidden_size == 64
+    images = tiny_model(transformers.Qwen3VLConfig())  # whose defaults are of two sizes
+    assert images.vision_config.out_hidden_size == images.text_config.hidden_size
 
 
 def test_a_twin_has_the_projection_between_parts_of_different_widths() -> None:
