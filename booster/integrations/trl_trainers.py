@@ -19,17 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from booster.integrations import arguments
+from booster.integrations import arguments, trl_server
 from booster.integrations.fused_head import AdapterReference
 from booster.integrations.trainer_accelerator import LossInProgress
-from booster.integrations.trl_server import (
-    CheckedRewards,
-    ToolsOfFirstRank,
-    announced,
-    merged_weights,
-    rollout_of_first_rank,
-    served,
-)
 from booster.launch import launch_from_torch
 from booster.plugin import Plugin
 
@@ -74,10 +66,10 @@ class BoostedTRLTrainer:
                     arguments.check_trl_options(_names_in_trl(type(self)), given, plugin)
                     arguments.count_generations(given, plugin.dp_size)
         self._num_stored = 0
-        self._tools = ToolsOfFirstRank(self)
+        self._tools = trl_server.ToolsOfFirstRank(self)
         if kwargs.get("environment_factory") is not None:
             kwargs["environment_factory"] = self._tools.factory(kwargs["environment_factory"])
-        with self._of_replicas(**(served(self) if "trl.generation.vllm_client" in sys.modules else {})):
+        with self._of_replicas(**(trl_server.served(self) if "trl.generation.vllm_client" in sys.modules else {})):
             super().__init__(*args, plugin=plugin, **kwargs)
         self.accelerator.draws_as_plain = hasattr(self, "generation_config")
         if hasattr(self, "_forward_redirection"):  # the boosted model is called itself
@@ -105,9 +97,9 @@ class BoostedTRLTrainer:
     def _watch_programs_outside(self) -> None:
         """Let tools run once for a replica, and rewards and rollouts be looked through."""
         self._standalone_tools = [self._tools.tool(each) for each in getattr(self, "_standalone_tools", ())]
-        self._checked = CheckedRewards(self.accelerator.replicas)
+        self._checked = trl_server.CheckedRewards(self.accelerator.replicas)
         if getattr(self, "rollout_func", None):
-            self.rollout_func = rollout_of_first_rank(self.rollout_func, self.accelerator.replicas)
+            self.rollout_func = trl_server.rollout_of_first_rank(self.rollout_func, self.accelerator.replicas)
         for index, function in enumerate(getattr(self, "reward_funcs", None) or ()):
             if not isinstance(function, nn.Module):
                 name = getattr(function, "__name__", type(function).__name__)
@@ -306,13 +298,13 @@ class BoostedTRLTrainer:
 
     def _move_model_to_vllm(self) -> None:
         """Send OnlineDPO's server what `save_model` would write, merged; raises ServerError on all ranks."""
-        self.vllm_client.update_named_params(self._announced_weights, merged_weights(self))
+        self.vllm_client.update_named_params(self._announced_weights, trl_server.merged_weights(self))
         self.vllm_client.reset_prefix_cache()
 
     @cached_property
     def _announced_weights(self) -> list[tuple[str, str, list[int]]]:
         """Names, dtypes and shapes, for which all weights are gathered once; training changes none of them."""
-        return announced(merged_weights(self))
+        return trl_server.announced(trl_server.merged_weights(self))
 
     def _as_wide_on_all_replicas(self, *found: Any) -> tuple[Any, ...]:
         """Pad prompts in front and answers behind as one process does: OnlineDPO's metrics count padding too."""
