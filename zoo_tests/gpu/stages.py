@@ -44,6 +44,8 @@ WAYS: dict[str, dict[str, dict[str, Any] | None]] = {
         "packed rows, varlen": {**_PACKED, "enable_flash_attention": "flash_varlen"},
         "tp2": {**_TP, "enable_sequence_overlap": False},
         "tp2, asynchronous": {**_TP, "enable_sequence_overlap": True},
+        "tp2, not compiled": {**_TP, "compile_layers": False},
+        "tp2, not compiled, fp8": {**_TP, "compile_layers": False, "precision": "fp8"},
     },
     "rivals": {"torchtitan": None, "automodel": None},
 }

@@ -187,6 +187,9 @@ def test_the_device_is_that_of_the_layout(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_no_backend_can_do_keeps_its_own_attention_with_a_reason() -> None:
     assert _choose(soft_caps=True) == Choice(None, _choose(soft_caps=True).reason) and _choose(soft_caps=True).reason
     assert _choose(supports_sdpa=False, supports_flash=False).reason == "transformers has no SDPA path for it"
+    varlen = ("flash_varlen",)  # runs rows without documents by SDPA
+    assert _choose(installed=varlen, supports_sdpa=False).implementation is None
+    assert _choose(installed=varlen, supports_sdpa=False, has_sinks=True).implementation == "flash_varlen"
 
 
 @pytest.mark.parametrize(
