@@ -168,6 +168,11 @@ def test_what_does_not_hold_is_refused_on_all_ranks() -> None:
         with pytest.raises(ConfigurationError, match=said) as caught:
             Booster(plugin=plugin).boost(each, torch.optim.SGD(each.parameters(), lr=0.1))
         assert str(caught.value).count("; ") == 1
+    with pytest.raises(
+        ConfigurationError, match="the reproducible_blocks=1 of Toy, because .*; use a product"
+    ) as caught:
+        Booster(plugin=HybridParallelPlugin(reproducible=True, tp_size=2)).boost(toy().float())
+    assert str(caught.value).count("; ") == 1
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,7 @@ class ForwardOptions:
         self._takes_mask = "attention_mask" in parameters
         config = getattr(self.inside, "config", None)
         self._cache_config = config if hasattr(config, "use_cache") else text_config(config)
-        # A head that takes any arguments passes this one on, as GraniteMoe's and Qwen3-VL's do: all of transformers do
-        # whose configuration has it, but those of encoder-decoders.
+        # Heads that take any arguments pass this one on (GraniteMoe's, Qwen3-VL's), but those of encoder-decoders.
         passes_more = takes_more and not getattr(config, "is_encoder_decoder", False)
         self._takes_use_cache = "use_cache" in parameters or (passes_more and hasattr(self._cache_config, "use_cache"))
         is_known = hasattr(config, "return_dict")

@@ -443,7 +443,8 @@ def _num_blocks(model: nn.Module, config: HybridParallelConfig) -> int:
             "reproducible_blocks=1 with tp_size=1, or reproducible=False"
         )
     if count % tp_size:
-        why = next((f", because {reason}" for size, reason in reasons.items() if reason and size <= tp_size), "")
+        reason = next((reason for size, reason in reasons.items() if reason and size <= tp_size), "")
+        why = f", because {reason.partition(';')[0]}" if reason else ""  # without its own way out
         takes = not why and asked is None and tp_size.bit_count() == 1
         other = f"reproducible_blocks={tp_size} in every layout" if takes else "reproducible=False"
         raise ConfigurationError(
