@@ -73,7 +73,7 @@ def losses_of(options: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
 def test_fp8(layout: str) -> None:
     world_size, options = LAYOUTS[layout]
-    options = {**options, "precision": "fp8"}
+    options = {**options, "precision": "fp8", "enable_sequence_parallelism": layout == "tp2"}
     expected = run_on_ranks(world_size, losses_of, options, device="cpu")
     found = run_on_ranks(world_size, losses_of, options, device="simcuda")
     for losses, same in zip(found, expected, strict=True):
