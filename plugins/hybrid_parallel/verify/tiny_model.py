@@ -375,7 +375,7 @@ def _small_list(name: str, own: Sequence[Any]) -> dict[str, Any]:
     if name in ("depths", *_ALL_LAYERS):
         return {name: [min(depth, 2) for depth in own]}
     if name in ("hidden_sizes", *_HIDDEN):
-        return {name: [16 * width // own[0] for width in own]}
+        return {name: [8 * -(-2 * width // own[0]) for width in own]}  # heads divide them
     return {}
 
 

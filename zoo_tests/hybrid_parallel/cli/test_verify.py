@@ -272,6 +272,7 @@ def test_a_twin_keeps_what_defines_the_architecture() -> None:
     assert tiny_model(transformers.DeepseekV3Config(q_lora_rank=None)).q_lora_rank is None
     zamba = tiny_model(transformers.Zamba2Config())  # twice as wide in attention
     assert zamba.attention_hidden_size == 2 * zamba.hidden_size == 64
+    assert tiny_model(transformers.MobileViTConfig()).hidden_sizes == [16, 24, 32]  # which 4 heads divide
     images = tiny_model(transformers.Qwen3VLConfig())  # whose defaults are of two sizes
     assert images.vision_config.out_hidden_size == images.text_config.hidden_size
 
