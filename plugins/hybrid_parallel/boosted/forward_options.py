@@ -47,8 +47,8 @@ class ForwardOptions:
         self._takes_mask = "attention_mask" in parameters
         config = getattr(self.inside, "config", None)
         self._cache_config = config if hasattr(config, "use_cache") else text_config(config)
-        # Heads that take any arguments pass this one on (GraniteMoe's, Qwen3-VL's), but those of encoder-decoders.
-        passes_more = takes_more and not getattr(config, "is_encoder_decoder", False)
+        # transformers' heads that take any arguments pass this one on (GraniteMoe's), but those of encoder-decoders.
+        passes_more = takes_more and hasattr(self.inside, "config_class") and not config.is_encoder_decoder
         self._takes_use_cache = "use_cache" in parameters or (passes_more and hasattr(self._cache_config, "use_cache"))
         is_known = hasattr(config, "return_dict")
         self._returns_class = is_known and (takes_more or "return_dict" in parameters)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import EncodecConfig, MusicgenConfig, PreTrainedConfig, PreTrainedModel, T5Config
+from torch import Tensor, nn
+from transformers import EncodecConfig, GPT2Config, MusicgenConfig, PreTrainedConfig, PreTrainedModel, T5Config
 
 from booster.errors import ConfigurationError
 from plugins.hybrid_parallel.boosted.forward_options import ForwardOptions
@@ -72,6 +72,21 @@ class _TakesBatch(PreTrainedModel):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["input_ids"]
+
+
+class _Passes(nn.Module):
+    """A module of one's own, with the configuration of the model inside and other keyword arguments."""
+
+    config = GPT2Config()
+
+    def forward(self, input_ids: Tensor, **others: Tensor) -> Tensor:
+        return input_ids
+
+
+def test_a_module_of_ones_own_is_not_told_of_caches() -> None:
+    mesh: Any = SimpleNamespace(size=lambda axis: 1)
+    batch = {"input_ids": torch.ones(2)}
+    assert ForwardOptions(_Passes(), mesh).inputs(batch, is_microbatch=True) == batch
 
 
 def test_a_model_may_take_a_dict_or_have_two_texts() -> None:
