@@ -29,6 +29,7 @@ _CASES = [
     ("inkling", "InklingForCausalLM", Switch(("swa_num_key_value_heads",), 1), "tp2"),  # keys that are convolved
     ("detr", "DetrForObjectDetection", Switch(("position_embedding_type",), "learned"), "pp2"),
     ("falcon", "FalconForCausalLM", Switch(("alibi",), True), "sp2-ulysses"),  # rows that see no key, of one key head
+    ("gemma4", "Gemma4ForCausalLM", Switch(("enable_moe_block",), True), "sp2"),  # rounds: judged in fp64
     ("idefics", "IdeficsForVisionText2Text", Switch(("use_resampler",), True), "pp2"),  # a part in front of the layers
     ("molmo2", "Molmo2ForConditionalGeneration", Switch(("text_config", "qk_norm_type"), "olmo"), "tp2"),
     ("neomme", "NeoMMEForMaskedLM", Switch(("num_key_value_heads",), 1), "tp2"),  # copied, also for the values' table
