@@ -29,7 +29,7 @@ from shardformer.loss.terms import (
     zero_of,
 )
 from shardformer.utils.module_paths import remembered
-from shardformer.utils.source import uses
+from shardformer.utils.source import reads, uses
 
 
 def not_ignored(labels: Tensor, _: Batch) -> Tensor:
@@ -193,13 +193,19 @@ def classes_of_tokens(_: nn.Module) -> HeadLoss:
 
 
 def sequence_classification(model: nn.Module) -> HeadLoss:
-    """Return the loss of sequence classification: classes, their chances (DeBERTa), several labels or regression."""
-    config = model.config
-    is_deberta = config.problem_type is None and uses(type(model).forward, "log_softmax")
-    takes_chances = is_deberta and config.num_labels > 1
+    """Return the loss of sequence classification: classes, their chances, several labels or regression.
+
+    DeBERTa takes chances where no type of the problem is set; Bloom, Falcon and MPT where it is one class a sample.
+    """
+    config, forward = model.config, type(model).forward
+    is_deberta = config.problem_type is None and uses(forward, "log_softmax")
+    has_whole_labels = reads(forward, "loss_fct(pooled_logits, labels)")  # others give it `labels.view(-1)`
 
     def kind_of(labels: Tensor) -> str:
-        if takes_chances and labels.dim() > 1 and labels.shape[-1] > 1:
+        if is_deberta and config.num_labels > 1 and labels.dim() > 1 and labels.shape[-1] > 1:
+            return "chances"
+        is_of_classes = config.problem_type == "single_label_classification"
+        if is_of_classes and has_whole_labels and labels.is_floating_point():
             return "chances"
         if config.problem_type is not None:
             return config.problem_type

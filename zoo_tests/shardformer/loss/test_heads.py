@@ -89,6 +89,10 @@ def test_other_labels_have_another_loss() -> None:
 _UNEVEN: dict[str, tuple[dict[str, Any], Any]] = {
     "BrosSpadeELForTokenClassification": ({}, lambda batch, _: _blank(batch, -100)),
     "DebertaV2ForSequenceClassification": ({"num_labels": 3}, lambda batch, _: {**batch, "labels": _chances(batch)}),
+    "FalconForSequenceClassification": (
+        {"num_labels": 3, "problem_type": "single_label_classification"},
+        lambda batch, _: {**batch, "labels": _chances(batch)},
+    ),
     "DPTForSemanticSegmentation": ({}, lambda batch, _: _blank(batch, 255)),
     "MobileNetV2ForSemanticSegmentation": ({}, lambda batch, _: _blank(batch, 255)),
     "UperNetForSemanticSegmentation": ({"loss_ignore_index": 9}, lambda batch, _: _blank(batch, 9)),
