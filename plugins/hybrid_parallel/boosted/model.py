@@ -171,7 +171,9 @@ class HybridParallelModel(ModelApi):
         self.runtime.register_microbatch_hook(lambda index: self.gathers.release_all())
 
     def _draw_from_stream(self, this: Pass) -> AbstractContextManager[None]:
-        return self.stream.of_pass() if self.training and not this.generates else nullcontext()
+        if not self.training or this.generates:
+            return nullcontext()
+        return self.stream.active() if this.goes_back else self.stream.of_pass()  # its forward pass was one before
 
     def begin_training(
         self, batch: Mapping[str, Any], check: Callable[[Mapping[str, Any], HybridMesh], None] = check_batch
