@@ -64,14 +64,15 @@ test-newest:
 	$(NEWEST_VENV)/bin/python -m pip list | grep -E '^(torch|transformers|accelerate|peft|trl|lightning) '
 	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python $(SUITE) --sample $(ARGS)
 
-ON_CUDA := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --device simcuda --sample --numprocesses $(WORKERS)
+ON_CUDA := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --device simcuda --numprocesses $(WORKERS)
 
 # Of the tests beside plain training, those of what a device can get wrong; the others repeat them for other models.
 CUDA_PARITY := adapters context_parallel deferred_logits dropout expert_parallel features out_of_vocabulary plain_loops \
 	precision schedules sequence_modes
 
 test-cuda: setup
-	$(ON_CUDA) zoo_tests/simcuda $(CUDA_PARITY:%=zoo_tests/parity/test_%.py) $(ARGS)
+	$(ON_CUDA) zoo_tests/simcuda --sample $(ARGS)
+	$(ON_CUDA) $(CUDA_PARITY:%=zoo_tests/parity/test_%.py) -m "not slow" $(ARGS)
 
 gpu: setup
 	$(BIN)/python -m zoo_tests.gpu $(ARGS)

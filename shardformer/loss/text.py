@@ -197,16 +197,15 @@ def sequence_classification(model: nn.Module) -> HeadLoss:
 
     DeBERTa takes chances where no type of the problem is set; Bloom, Falcon and MPT where it is one class a sample.
     """
-    config, forward = model.config, type(model).forward
-    is_deberta = config.problem_type is None and uses(forward, "log_softmax")
-    has_whole_labels = reads(forward, "loss_fct(pooled_logits, labels)")  # others give it `labels.view(-1)`
+    config = model.config
+    is_deberta = config.problem_type is None and uses(type(model).forward, "log_softmax")
 
     def kind_of(labels: Tensor) -> str:
         if is_deberta and config.num_labels > 1 and labels.dim() > 1 and labels.shape[-1] > 1:
             return "chances"
-        is_of_classes = config.problem_type == "single_label_classification"
-        if is_of_classes and has_whole_labels and labels.is_floating_point():
-            return "chances"
+        if config.problem_type == "single_label_classification" and labels.is_floating_point():
+            is_whole = reads(type(model).forward, "loss_fct(pooled_logits, labels)")  # others give it `labels.view(-1)`
+            return "chances" if is_whole else config.problem_type
         if config.problem_type is not None:
             return config.problem_type
         several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"

@@ -212,7 +212,7 @@ def refusals(job: Job, folder: str) -> list[str | None]:
     for kind, rows in (("sdft", (3, 0)), ("sdft", (3, 2)), ("grpo", (3, 2)), ("grpo", (4, 4))):
         trainer = object.__new__(boosted(classes_of(kind)[0]))
         trainer.plugin, trainer.args = HybridParallelPlugin(), SimpleNamespace(device="cpu")
-        trainer.accelerator = SimpleNamespace(replicas=Replicas(trainer.plugin))
+        trainer.accelerator = SimpleNamespace(replicas=Replicas(trainer.plugin), all_ranks_lead=False)
         note(check_shares, trainer, rows[dist.get_rank()])
     return found
 
